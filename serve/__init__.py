@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Imported as `sparda_jax.serve`."""

@@ -1,0 +1,3 @@
+"""Sparse decoupled attention (SparDA) on JAX: MiniCPM4.1-style models with block selection and a Forecast projection."""
+
+__version__ = "0.1.0"

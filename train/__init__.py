@@ -1,0 +1,1 @@
+"""Training of the Forecast projections. Imported as `sparda_jax.train`."""
