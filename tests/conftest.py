@@ -1,0 +1,30 @@
+"""Options and fixed conditions for the whole test run: CPU unless --gpu is given, reproducible property tests."""
+
+import jax
+import pytest
+from hypothesis import settings
+
+settings.register_profile("sparda", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("sparda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --gpu: run the tests marked gpu, and only those, on the GPU."""
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and only those, on the GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the ordinary tests on the CPU, also where a GPU is: parallel workers would each reserve most of its memory."""
+    if not config.getoption("--gpu"):
+        jax.config.update("jax_platforms", "cpu")
+    elif jax.default_backend() != "gpu":
+        raise pytest.UsageError("--gpu was given, but JAX sees no GPU here: is the CUDA extra installed (make test-gpu)?")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests of the other device."""
+    wanted = bool(config.getoption("--gpu"))
+    left_out = [item for item in items if (item.get_closest_marker("gpu") is not None) != wanted]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
