@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -258,25 +258,8 @@ def _run(
     result.hidden.append(x)
     head = embed if config.get("tie_word_embeddings") else w["lm_head.weight"]
     divisor = config["hidden_size"] / config.get("dim_model_base", config["hidden_size"])
-    return OracleResult(
-        logits=linear(num.round(x / divisor), head, num),
-        state=OracleState(
-            weights=w,
-            config=config,
-            mode=state.mode,
-            numerics=num,
-            table_len=state.table_len,
-            layers=tuple(layers),
-        ),
-        q_curr=q_curr,
-        selections=result.selections,
-        scores=result.scores,
-        pooled=result.pooled,
-        k1=result.k1,
-        forecasts=result.forecasts,
-        hidden=result.hidden,
-        attention=result.attention,
-    )
+    logits = linear(num.round(x / divisor), head, num)
+    return replace(result, logits=logits, state=replace(state, layers=tuple(layers)), q_curr=q_curr)
 
 
 def _mlp(x: np.ndarray, w: Mapping[str, np.ndarray], name: str, eps: float, num: Numerics) -> np.ndarray:
