@@ -1,1 +1,1 @@
-"""One folder per operation: a plain jnp definition and its accelerator kernels. Imported as `sparda_jax.pallas_kernels`."""
+"""One folder per operation: its plain jnp definition and its kernels. Imported as `sparda_jax.pallas_kernels`."""

@@ -1,0 +1,88 @@
+"""The definition of block selection in plain jnp (spec/model.md sections 4 and 5, clean semantics of section 10).
+
+A query sees the windows that end at or before it, in prefill and in decode alike. The reference lets the Forecast also
+score windows that merely start there; those pool into blocks qb - 1, qb and qb + 1 only, of which the first two are
+always selected and the last is never allowed, so the selection is the same and does not depend on how a prompt is cut.
+Scores are float32 until the selection; equal scores go to the lowest block id.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def _dot(spec: str, a: Array, b: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _visible(count: Int[Array, "batch q_len"], windows: int) -> Bool[Array, "batch 1 q_len windows"]:
+    return (jnp.arange(windows) < count[..., None])[:, None]
+
+
+def forecast_scores(
+    forecast: Float[Array, "batch q_len kv_heads head_dim"],
+    compressed_k: Float[Array, "batch kv_heads windows head_dim"],
+    visible: Int[Array, "batch q_len"],
+) -> Float[Array, "batch kv_heads q_len windows"]:
+    """The raw dot product ``F . K1[j]``, no scale and no softmax; -inf for j >= visible (section 5.4)."""
+    scores = _dot("bqhd,bhwd->bhqw", forecast, compressed_k)
+    return jnp.where(_visible(visible, scores.shape[-1]), scores, -jnp.inf)
+
+
+def infllm_scores(
+    q: Float[Array, "batch q_len kv_heads group head_dim"],
+    compressed_k: Float[Array, "batch kv_heads windows head_dim"],
+    visible: Int[Array, "batch q_len"],
+) -> Float[Array, "batch kv_heads q_len windows"]:
+    """InfLLM-V2: softmax over the visible windows per head, then summed over the group (section 4.1).
+
+    ``sum_g softmax_j(q_g . K1[j] / sqrt(head_dim))``; -inf for j >= visible.
+    """
+    allowed = _visible(visible, compressed_k.shape[2])
+    logits = _dot("bqhgd,bhwd->bhgqw", q, compressed_k) / jnp.sqrt(jnp.float32(q.shape[-1]))
+    logits = jnp.where(allowed[:, :, None], logits, -jnp.inf)
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.where(allowed, jnp.sum(weights / jnp.where(total > 0, total, 1), axis=2), -jnp.inf)
+
+
+def pool_to_blocks(scores: Float[Array, "*rows entries"], per_block: int) -> Float[Array, "*rows blocks"]:
+    """Block b's score: the max over entries ``per_block * b - 1 .. per_block * b + per_block - 1`` (section 4.3).
+
+    With windows (4 a block) these are the five that overlap the block; with tokens (64 a block), InfiniGen's rule.
+    """
+    padded = jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(1, 0)], constant_values=-jnp.inf)
+    own = padded[..., :-1].reshape(*scores.shape[:-1], -1, per_block).max(axis=-1)
+    return jnp.maximum(own, padded[..., per_block::per_block])
+
+
+def select_blocks(
+    block_scores: Float[Array, "batch kv_heads q_len blocks"],
+    query_block: Int[Array, "batch q_len"],
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    num_selected: int,
+) -> Int[Array, "batch kv_heads q_len selected"]:
+    """The selected block ids, ascending, -1 at the end where fewer blocks exist (section 4.4).
+
+    Blocks before ``init_blocks`` and the last ``local_blocks`` up to the query's own are always selected; blocks after
+    the query's own never are. ``selected = min(num_selected, blocks)``.
+    """
+    blocks = block_scores.shape[-1]
+    ids = jnp.arange(blocks)
+    query_block = query_block[:, None, :, None]
+    past = ids <= query_block
+    forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
+    # A past block always has a visible window, so its score is finite and beats every block after the query's own.
+    ranked = jnp.where(past, jnp.where(forced, jnp.inf, block_scores), -jnp.inf)
+    _, chosen = jax.lax.top_k(ranked, min(num_selected, blocks))
+    chosen = jnp.sort(jnp.where(chosen <= query_block, chosen, blocks), axis=-1)
+    return jnp.where(chosen == blocks, -1, chosen)
+
+
+def block_mask(ids: Int[Array, "*rows selected"], blocks: int) -> Bool[Array, "*rows blocks"]:
+    """True for the blocks named in ``ids``; -1 names none."""
+    return jnp.any(ids[..., None] == jnp.arange(blocks), axis=-2)

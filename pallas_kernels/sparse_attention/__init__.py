@@ -1,0 +1,5 @@
+"""Attention over selected blocks: a mask per (token, KV head) in prefill, a block list per (sequence, KV head) in decode."""
+
+from sparda_jax.pallas_kernels.sparse_attention.reference import list_attention, masked_attention
+
+__all__ = ["list_attention", "masked_attention"]

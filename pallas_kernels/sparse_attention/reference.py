@@ -1,0 +1,59 @@
+"""The definition of attention over a subset of the keys in plain jnp (spec/model.md section 6)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def masked_attention(
+    q: Float[Array, "batch q_len kv_heads group head_dim"],
+    k: Float[Array, "batch kv_heads kv_len head_dim"],
+    v: Float[Array, "batch kv_heads kv_len head_dim"],
+    allowed: Bool[Array, "batch kv_heads q_len kv_len"],
+    stored: Bool[Array, "batch kv_heads kv_len"],
+) -> Float[Array, "batch q_len kv_heads group head_dim"]:
+    """``softmax(q . k / sqrt(head_dim) | allowed) v``: float32 scores and sums, probabilities rounded to v's dtype.
+
+    Args:
+        allowed: which keys a query attends to; a row that allows none gives zeros.
+        stored: which rows of k and v hold data. The others may hold anything, NaN included: 0 * NaN is NaN, so masking
+            the probabilities alone would not do.
+    """
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    logits = jnp.einsum("bqhgd,bhwd->bhgqw", q, k, precision=precision, preferred_element_type=jnp.float32)
+    logits = jnp.where(allowed[:, :, None], logits / jnp.sqrt(jnp.float32(q.shape[-1])), -jnp.inf)
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
+    total = jnp.sum(weights, axis=-1)
+    v = jnp.where(stored[..., None], v, 0)
+    out = jnp.einsum("bhgqw,bhwd->bhgqd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
+
+
+def list_attention(
+    q: Float[Array, "batch 1 kv_heads group head_dim"],
+    k: Float[Array, "batch kv_heads kv_len head_dim"],
+    v: Float[Array, "batch kv_heads kv_len head_dim"],
+    block_ids: Int[Array, "batch kv_heads listed"],
+    lengths: Int[Array, "batch"],
+    block_size: int,
+) -> Float[Array, "batch 1 kv_heads group head_dim"]:
+    """Attention of one token per sequence over the listed blocks only; nothing else of k and v is read.
+
+    Args:
+        block_ids: ascending, -1 where the list is shorter.
+        lengths: tokens stored per sequence, the query's own included.
+    """
+    batch, kv_heads, kv_len, head_dim = k.shape
+    listed = block_ids.shape[-1]
+
+    def gather(x: Array) -> Array:
+        blocks = x.reshape(batch, kv_heads, kv_len // block_size, block_size, head_dim)
+        rows = jnp.take_along_axis(blocks, jnp.maximum(block_ids, 0)[..., None, None], axis=2)
+        return rows.reshape(batch, kv_heads, listed * block_size, head_dim)
+
+    tokens = block_ids[..., None] * block_size + jnp.arange(block_size)
+    stored = (block_ids[..., None] >= 0) & (tokens < lengths[:, None, None, None])
+    stored = stored.reshape(batch, kv_heads, listed * block_size)
+    return masked_attention(q, gather(k), gather(v), stored[:, :, None], stored)

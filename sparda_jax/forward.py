@@ -1,0 +1,182 @@
+"""The cached forward pass: prefill chunks and decode steps of a ragged batch, in every mode."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sparda_jax.cache import KVCache, LayerCache
+from sparda_jax.config import ModelConfig
+from sparda_jax.model import Decoder, rope_tables
+from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
+from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
+from sparda_jax.selection import Mode, QueryContext, block_scores, channel_importance, group_heads
+
+Skew = tuple[Float[Array, "kv_heads head_dim head_dim"], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What happened inside; anything a caller does not return from its jitted function costs nothing.
+
+    Attributes:
+        selected: per layer, block ids ``[batch, kv_heads, q_len, selected]``, ascending, -1 padded; None in a layer where
+            every visible block is read whatever the scores (dense mode, or fewer blocks than the width).
+        blocks_read: ``[layers, batch]``, (token, KV head, block) triples that the new tokens attended to.
+        blocks_visible: ``[batch]``, the triples a dense layer would have read.
+    """
+
+    selected: tuple[Int[Array, "batch kv_heads q_len selected"] | None, ...]
+    blocks_read: Int[Array, "layers batch"]
+    blocks_visible: Int[Array, "batch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """The part of a forward pass that every layer shares."""
+
+    mode: Mode
+    config: ModelConfig
+    decode: bool
+    positions: Int[Array, "batch q_len"]
+    num_new: Int[Array, "batch"]
+    total: Int[Array, "batch"]
+    valid: Bool[Array, "batch q_len"]
+    sparse: Bool[Array, "batch"]
+
+    @property
+    def query_block(self) -> Int[Array, "batch q_len"]:
+        return self.positions // self.config.sparse.block_size
+
+
+def forward(
+    model: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "batch q_len"],
+    num_new: Int[Array, "batch"],
+    sparse: Bool[Array, "batch"],
+    *,
+    mode: Mode,
+    decode: bool,
+    max_len: int | None = None,
+    skew: Skew | None = None,
+) -> tuple[Float[Array, "batch q_len hidden"], KVCache, Trace]:
+    """Appends ``num_new`` tokens of each sequence to the cache and computes their residual stream.
+
+    Prefill from any start position, chunk by chunk, and decode are the same computation: the result does not depend on
+    how a prompt is cut, nor on the other sequences of the batch.
+
+    Args:
+        tokens: new tokens, right-padded; each sequence continues at its own ``cache.lengths``.
+        num_new: how many of them are real; 0 leaves a sequence as it is. ``lengths + num_new`` must fit the capacity.
+        sparse: False: this request attends to everything (it is shorter than ``dense_len``), whatever the mode.
+        mode: the selector. ``dense`` ignores ``sparse``; ``infinigen`` is never dense (spec/model.md section 2.3).
+        decode: one new token per sequence, behind its prompt (InfiniGen and sparda-decode-only care).
+        max_len: longest sequence to be served, for the choice of RoPE factors.
+        skew: InfiniGen's calibrated basis, a matrix per KV head and layer.
+
+    Returns:
+        The stream before the final norm (``model.logits`` takes it), the new cache and the trace.
+    """
+    config = model.config
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    step = _Step(
+        mode=mode,
+        config=config,
+        decode=decode,
+        positions=positions,
+        num_new=num_new,
+        total=cache.lengths + num_new,
+        valid=jnp.arange(tokens.shape[1]) < num_new[:, None],
+        sparse=jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse,
+    )
+    cos, sin = rope_tables(config, positions, max_len)
+    x = model.embed(tokens)
+    layers, selected, previous = [], [], None
+    for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
+        context = {"layer_index": index, "layer": layer, "previous": previous, "cos": cos, "sin": sin}
+        context |= {"positions": positions, "decode": decode, "skew": skew[index] if skew else None}
+
+        def attend(projections, context=context, layer_cache=layer_cache):
+            nonlocal previous
+            query = QueryContext(current=projections, **context)
+            out, new_cache, ids = _attend(step, query, layer_cache, cache.lengths)
+            layers.append(new_cache)
+            selected.append(ids)
+            previous = projections
+            return out
+
+        x = layer(x, cos, sin, attend)
+    trace = _trace(step, tuple(selected))
+    return x, KVCache(layers=tuple(layers), lengths=step.total), trace
+
+
+def _attend(
+    step: _Step, query: QueryContext, cache: LayerCache, lengths: Int[Array, "batch"]
+) -> tuple[Float[Array, "batch q_len heads head_dim"], LayerCache, Int[Array, "batch kv_heads q_len selected"] | None]:
+    config, projections = step.config, query.current
+    cache = cache.append(projections.k, projections.v, lengths, step.num_new, config.sparse.kernel_stride)
+    if step.mode is Mode.INFINIGEN and not step.decode:
+        weight = cache.channel_weight + channel_importance(config, query, step.valid)
+        cache = dataclasses.replace(cache, channel_weight=weight)
+    ids = _select(step, query, cache)
+    q = group_heads(projections.q, config)
+    blocks = cache.k.shape[2] // config.sparse.block_size
+    listed = min(config.sparse.min_list_width, blocks)
+    if ids is not None and q.shape[1] == 1 and listed < blocks:
+        out = list_attention(q, cache.k, cache.v, _block_list(step, ids, listed), step.total, config.sparse.block_size)
+    else:
+        out = _masked(step, q, cache, ids)
+    return out.reshape(projections.q.shape), cache, ids
+
+
+def _select(step: _Step, query: QueryContext, cache: LayerCache) -> Int[Array, "batch kv_heads q_len selected"] | None:
+    """The selection of the sparse requests, or None where all visible blocks fit into the width anyway."""
+    sparse = step.config.sparse
+    blocks = cache.k.shape[2] // sparse.block_size
+    if step.mode is Mode.DENSE or blocks <= sparse.num_selected_blocks:
+        return None
+    return select_blocks(
+        block_scores(step.mode, step.config, query, cache),
+        step.query_block,
+        init_blocks=sparse.init_blocks,
+        local_blocks=sparse.local_blocks,
+        num_selected=sparse.num_selected_blocks,
+    )
+
+
+def _block_list(step: _Step, ids: Int[Array, "batch kv_heads 1 selected"], listed: int) -> Int[Array, "batch kv_heads listed"]:
+    """The blocks to read in decode: the selection, or all blocks of a request that is still below ``dense_len``."""
+    ids = ids[:, :, 0]
+    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, listed - ids.shape[-1])), constant_values=-1)
+    every = jnp.arange(listed)
+    every = jnp.where(every <= step.query_block, every, -1)[:, None]
+    return jnp.where(step.sparse[:, None, None], ids, every)
+
+
+def _masked(
+    step: _Step, q: Array, cache: LayerCache, ids: Array | None
+) -> Float[Array, "batch q_len kv_heads group head_dim"]:
+    kv_len, block_size = cache.k.shape[2], step.config.sparse.block_size
+    rows = jnp.arange(kv_len)
+    stored = jnp.broadcast_to((rows < step.total[:, None])[:, None], cache.k.shape[:3])
+    allowed = (rows <= step.positions[..., None])[:, None] & stored[:, :1, None]
+    if ids is not None:
+        mask = block_mask(ids, kv_len // block_size) | ~step.sparse[:, None, None, None]
+        allowed = allowed & jnp.repeat(mask, block_size, axis=-1)
+    return masked_attention(q, cache.k, cache.v, allowed, stored)
+
+
+def _trace(step: _Step, selected: tuple[Array | None, ...]) -> Trace:
+    visible = jnp.where(step.valid, step.query_block + 1, 0) * step.config.num_kv_heads
+    visible = jnp.sum(visible, axis=1)
+    read = []
+    for ids in selected:
+        if ids is None:
+            read.append(visible)
+            continue
+        chosen = jnp.sum((ids >= 0) & step.valid[:, None, :, None], axis=(1, 2, 3))
+        read.append(jnp.where(step.sparse, chosen, visible))
+    return Trace(selected=selected, blocks_read=jnp.stack(read), blocks_visible=visible)

@@ -1,0 +1,147 @@
+"""Which blocks a query attends to: one interface, one selector a mode.
+
+A selector turns a layer's projections into a score per (KV head, query, block); forcing, top-k and the tie rule are the
+same for all (``pallas_kernels/block_selection``), so that a comparison of modes isolates the score.
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparda_jax.cache import LayerCache
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.model import DecoderLayer, Projections
+from sparda_jax.pallas_kernels.block_selection import forecast_scores, infllm_scores, pool_to_blocks
+
+# InfiniGen keeps this many of the skewed channels (spec/model.md section 7.3).
+INFINIGEN_CHANNELS = 32
+
+
+class Mode(enum.StrEnum):
+    """What scores the blocks."""
+
+    DENSE = "dense"  # nothing: every block is read
+    SPARSE = "sparse"  # InfLLM-V2: the layer's own queries
+    SPARDA = "sparda"  # the previous layer's Forecast, in prefill and decode
+    SPARDA_DECODE_ONLY = "sparda-decode-only"  # the Forecast in decode, InfLLM-V2 in prefill
+    INFINIGEN = "infinigen"  # this layer's queries of the previous layer's input, 32 skewed channels, in decode
+    RANDOM = "random"  # a hash: the control that any method must beat
+
+    @property
+    def needs_forecast(self) -> bool:
+        return self in (Mode.SPARDA, Mode.SPARDA_DECODE_ONLY)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryContext:
+    """What a selector may look at, besides the keys.
+
+    Attributes:
+        layer_index, layer: where we are; InfiniGen applies this layer's query projection to another layer's input.
+        current: this layer's projections. previous: those of the layer before, None in layer 0.
+        positions: of the queries. decode: one new token per sequence, after its prompt.
+        cos, sin: the rotation at ``positions``.
+        skew: InfiniGen's calibrated basis of this layer.
+    """
+
+    layer_index: int
+    layer: DecoderLayer
+    current: Projections
+    previous: Projections | None
+    positions: Int[Array, "batch q_len"]
+    cos: Float[Array, "batch q_len half"]
+    sin: Float[Array, "batch q_len half"]
+    decode: bool
+    skew: Float[Array, "kv_heads head_dim head_dim"] | None
+
+    def grouped_q(self, config: ModelConfig) -> Float[Array, "batch q_len kv_heads group head_dim"]:
+        return group_heads(self.current.q, config)
+
+
+def group_heads(
+    q: Float[Array, "batch q_len heads head_dim"], config: ModelConfig
+) -> Float[Array, "batch q_len kv_heads group head_dim"]:
+    """Query head h uses KV head ``h // group_size``."""
+    return q.reshape(*q.shape[:2], config.num_kv_heads, config.group_size, config.head_dim)
+
+
+def visible_windows(positions: Int[Array, "batch q_len"], config: ModelConfig) -> Int[Array, "batch q_len"]:
+    """How many compressed keys end at or before each position."""
+    sparse = config.sparse
+    return jnp.maximum((positions + 1 - sparse.kernel_size) // sparse.kernel_stride + 1, 0)
+
+
+def block_scores(
+    mode: Mode, config: ModelConfig, query: QueryContext, cache: LayerCache
+) -> Float[Array, "batch kv_heads q_len blocks"]:
+    """The score of every block under ``mode``; blocks that no visible window touches get -inf or an unspecified value."""
+    if mode is Mode.RANDOM:
+        return _random_scores(config, query, cache)
+    if mode is Mode.INFINIGEN and query.decode and query.layer_index > 0:
+        return _infinigen_scores(config, query, cache)
+    visible = visible_windows(query.positions, config)
+    if mode is Mode.SPARDA or (mode is Mode.SPARDA_DECODE_ONLY and query.decode):
+        scores = forecast_scores(_forecast(query), cache.compressed_k, visible)
+    else:
+        scores = infllm_scores(query.grouped_q(config), cache.compressed_k, visible)
+    return pool_to_blocks(scores, config.sparse.windows_per_block)
+
+
+def _forecast(query: QueryContext) -> Float[Array, "batch q_len kv_heads head_dim"]:
+    """Layer 0 uses its own ``q_curr``; layer l the ``q_future`` of layer l - 1 (spec/model.md section 5.3)."""
+    forecast = query.current.q_curr if query.previous is None else query.previous.q_future
+    if forecast is None:
+        raise ConfigError("mode=sparda needs a Forecast, which this model does not carry; convert one with --forecast")
+    return forecast
+
+
+def _random_scores(
+    config: ModelConfig, query: QueryContext, cache: LayerCache
+) -> Float[Array, "batch kv_heads q_len blocks"]:
+    """A hash of (layer, KV head, position, block), the same however the prompt is cut or batched."""
+    blocks = jnp.arange(cache.k.shape[2] // config.sparse.block_size, dtype=jnp.uint32)
+    heads = jnp.arange(config.num_kv_heads, dtype=jnp.uint32)[:, None, None]
+    mixed = query.positions.astype(jnp.uint32)[:, None, :, None] * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (blocks * jnp.uint32(0x85EBCA77))) + heads * jnp.uint32(0xC2B2AE3D)
+    mixed = mixed + jnp.uint32(query.layer_index * 0x27D4EB2F & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return (mixed >> 8).astype(jnp.float32)
+
+
+def _infinigen_scores(
+    config: ModelConfig, query: QueryContext, cache: LayerCache
+) -> Float[Array, "batch kv_heads 1 blocks"]:
+    """``sum_h ((q_h A)[I] . (k A)[I]) / sqrt(32)`` per token, pooled to blocks (spec/model.md section 7.3).
+
+    q is this layer's query projection of the *previous* layer's input and I the channels that weighed most over the
+    prompt. Projecting the head-summed query back, ``A (mask * (A^T q))``, gives the same numbers from K itself.
+    """
+    if query.previous is None or query.skew is None or cache.channel_weight is None:
+        raise ConfigError("mode=infinigen needs a calibrated basis and a cache made for it")
+    guess = query.layer.self_attn.project_query(query.previous.normed, query.cos, query.sin)
+    guess = jnp.sum(group_heads(guess, config).astype(jnp.float32), axis=3)
+    count = min(INFINIGEN_CHANNELS, config.head_dim)
+    _, channels = jax.lax.top_k(cache.channel_weight, count)
+    mask = jnp.any(channels[..., None] == jnp.arange(config.head_dim), axis=-2)
+    skewed = _highest("bqhd,hdc->bqhc", guess, query.skew) * mask[:, None]
+    projected = _highest("bqhc,hdc->bqhd", skewed, query.skew)
+    scores = _highest("bqhd,bhwd->bhqw", projected, cache.k.astype(jnp.float32)) / jnp.sqrt(jnp.float32(count))
+    past = jnp.arange(cache.k.shape[2]) < query.positions[:, None, :, None]
+    return pool_to_blocks(jnp.where(past, scores, -jnp.inf), config.sparse.block_size)
+
+
+def channel_importance(
+    config: ModelConfig, query: QueryContext, valid: Float[Array, "batch q_len"]
+) -> Float[Array, "batch kv_heads head_dim"]:
+    """InfiniGen's weight of each skewed channel over these tokens: ``sum_h sum_t |(q_h A)_c|``."""
+    q = query.grouped_q(config).astype(jnp.float32)
+    skewed = jnp.abs(_highest("bqhgd,hdc->bqhgc", q, query.skew))
+    return jnp.einsum("bqhgc,bq->bhc", skewed, valid.astype(jnp.float32))
+
+
+def _highest(spec: str, a: Array, b: Array | None) -> Array:
+    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
