@@ -286,12 +286,16 @@ class ModelConfig:
         kind = _take(data, "model_type")
         _check(kind in ("minicpm", "llama"), "model_type", kind, "use a minicpm or llama model")
         architectures = " ".join(data.get("architectures") or ())
-        _check("Sparse" not in architectures and "NOSA" not in architectures, "architectures", architectures, NOSA_REFUSED)
+        _check(
+            "Sparse" not in architectures and "NOSA" not in architectures, "architectures", architectures, NOSA_REFUSED
+        )
         _check(data.get("hidden_act", "silu") == "silu", "hidden_act", data.get("hidden_act"), "only silu")
         for name in ("attention_bias", "mlp_bias"):
             _check(not data.get(name), name, data.get(name), "only projections without bias")
         _check(data.get("pretraining_tp", 1) == 1, "pretraining_tp", data.get("pretraining_tp"), "only 1")
-        hidden, heads, layers = (int(_take(data, n)) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        hidden, heads, layers = (
+            int(_take(data, n)) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
         head_dim = data.get("head_dim")
         if head_dim is None:
             _check(hidden % heads == 0, "num_attention_heads", heads, f"it must divide hidden_size={hidden}")
@@ -329,7 +333,9 @@ class ModelConfig:
         """Reads ``config.json`` (and ``generation_config.json`` where present) of a checkpoint folder."""
         folder = Path(path)
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} holds no config.json; give the folder of a Hugging Face or converted checkpoint")
+            raise ConfigError(
+                f"{folder} holds no config.json; give the folder of a Hugging Face or converted checkpoint"
+            )
         data = json.loads((folder / "config.json").read_text())
         generation_file = folder / "generation_config.json"
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else None
@@ -338,7 +344,9 @@ class ModelConfig:
 
 def _take_bool(data: Mapping[str, Any], name: str) -> bool:
     if not isinstance(data.get(name), bool):
-        raise ConfigError(f"config.json field {name!r} is {data.get(name)!r}; it must be true or false (no default is used)")
+        raise ConfigError(
+            f"config.json field {name!r} is {data.get(name)!r}; it must be true or false (no default is used)"
+        )
     return data[name]
 
 

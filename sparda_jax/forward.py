@@ -22,8 +22,8 @@ class Trace:
     """What happened inside; anything a caller does not return from its jitted function costs nothing.
 
     Attributes:
-        selected: per layer, block ids ``[batch, kv_heads, q_len, selected]``, ascending, -1 padded; None in a layer where
-            every visible block is read whatever the scores (dense mode, or fewer blocks than the width).
+        selected: per layer, block ids ``[batch, kv_heads, q_len, selected]``, ascending, -1 padded; None where every
+            visible block is read whatever the scores (dense mode, or fewer blocks than the width).
         blocks_read: ``[layers, batch]``, (token, KV head, block) triples that the new tokens attended to.
         blocks_visible: ``[batch]``, the triples a dense layer would have read.
     """
@@ -147,7 +147,9 @@ def _select(step: _Step, query: QueryContext, cache: LayerCache) -> Int[Array, "
     )
 
 
-def _block_list(step: _Step, ids: Int[Array, "batch kv_heads 1 selected"], listed: int) -> Int[Array, "batch kv_heads listed"]:
+def _block_list(
+    step: _Step, ids: Int[Array, "batch kv_heads 1 selected"], listed: int
+) -> Int[Array, "batch kv_heads listed"]:
     """The blocks to read in decode: the selection, or all blocks of a request that is still below ``dense_len``."""
     ids = ids[:, :, 0]
     ids = jnp.pad(ids, ((0, 0), (0, 0), (0, listed - ids.shape[-1])), constant_values=-1)

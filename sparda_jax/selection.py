@@ -77,7 +77,7 @@ def visible_windows(positions: Int[Array, "batch q_len"], config: ModelConfig) -
 def block_scores(
     mode: Mode, config: ModelConfig, query: QueryContext, cache: LayerCache
 ) -> Float[Array, "batch kv_heads q_len blocks"]:
-    """The score of every block under ``mode``; blocks that no visible window touches get -inf or an unspecified value."""
+    """The score of every block under ``mode``; one that no visible window touches gets -inf or an unspecified value."""
     if mode is Mode.RANDOM:
         return _random_scores(config, query, cache)
     if mode is Mode.INFINIGEN and query.decode and query.layer_index > 0:

@@ -4,9 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def num_windows(
-    lengths: Int[Array, "*batch"], kernel_size: int = 32, kernel_stride: int = 16
-) -> Int[Array, "*batch"]:
+def num_windows(lengths: Int[Array, "*batch"], kernel_size: int = 32, kernel_stride: int = 16) -> Int[Array, "*batch"]:
     """Complete windows of a sequence of ``lengths`` tokens: 0 below ``kernel_size``."""
     return jnp.maximum((lengths - kernel_size) // kernel_stride + 1, 0)
 

@@ -1,4 +1,4 @@
-"""Attention over selected blocks: a mask per (token, KV head) in prefill, a block list per (sequence, KV head) in decode."""
+"""Attention over selected blocks: a mask per (token, KV head) in prefill, a block list per KV head in decode."""
 
 from sparda_jax.pallas_kernels.sparse_attention.reference import list_attention, masked_attention
 

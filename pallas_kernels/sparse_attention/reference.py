@@ -26,7 +26,9 @@ def masked_attention(
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
     total = jnp.sum(weights, axis=-1)
     v = jnp.where(stored[..., None], v, 0)
-    out = jnp.einsum("bhgqw,bhwd->bhgqd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bhgqw,bhwd->bhgqd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
 

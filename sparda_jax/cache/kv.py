@@ -34,7 +34,7 @@ class LayerCache:
         num_new: Int[Array, "batch"],
         kernel_stride: int,
     ) -> "LayerCache":
-        """Writes the first ``num_new`` rows of each sequence behind its ``lengths`` and finishes the windows they end."""
+        """Writes the first ``num_new`` rows of each sequence behind its ``lengths``; finishes the windows they end."""
         batch, q_len = k.shape[:2]
         offsets = jnp.arange(q_len)
         capacity = self.k.shape[2]
@@ -73,7 +73,9 @@ class KVCache:
             ValueError: ``capacity`` is not a positive multiple of ``block_size``.
         """
         if capacity <= 0 or capacity % config.sparse.block_size:
-            raise ValueError(f"capacity={capacity} must be a positive multiple of block_size={config.sparse.block_size}")
+            raise ValueError(
+                f"capacity={capacity} must be a positive multiple of block_size={config.sparse.block_size}"
+            )
         heads, head_dim = config.num_kv_heads, config.head_dim
 
         def zeros(rows: int) -> Array:

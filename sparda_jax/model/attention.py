@@ -32,7 +32,7 @@ class Projections:
 
 
 class ForecastAttention(nnx.Module):
-    """Projections in and out of attention. The columns of ``qkvf_proj`` are q, k, v, q_future and, in layer 0, q_curr."""
+    """Projections in and out of attention; ``qkvf_proj`` has the columns q, k, v, q_future and, in layer 0, q_curr."""
 
     def __init__(self, config: ModelConfig, layer: int, has_forecast: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config, self.has_forecast = config, has_forecast

@@ -1,0 +1,287 @@
+"""Running a model: compiled steps over length buckets, sequences and ragged batches."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence as Seq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparda_jax.cache import KVCache
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.forward import Skew, forward
+from sparda_jax.infinigen import calibrate
+from sparda_jax.model import Decoder
+from sparda_jax.sampling import SamplingParams, SamplingState, sample
+from sparda_jax.selection import Mode
+
+MIN_CAPACITY = 1024
+PREFILL_CHUNKS = (64, 256, 1024)
+# The plain attention of a prefill chunk holds its scores in memory; larger caches get smaller chunks.
+MAX_SCORE_BYTES = 2 << 30
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
+def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, *, mode, decode, max_len):
+    """One prefill chunk or decode step, and the token that follows each sequence's last new one."""
+    model = nnx.merge(graphdef, state)
+    x, cache, trace = forward(
+        model, cache, tokens, num_new, sparse, mode=mode, decode=decode, max_len=max_len, skew=skew
+    )
+    last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
+    following = sample(model.logits(last), sampling, cache.lengths)
+    return following, cache, trace.blocks_read, trace.blocks_visible
+
+
+@functools.partial(jax.jit, static_argnames=("capacity",))
+def _grow(cache: KVCache, *, capacity: int) -> KVCache:
+    return cache.grow(capacity)
+
+
+@dataclasses.dataclass
+class PhaseStats:
+    """What one phase of a request read: (token, KV head, block) triples.
+
+    Attributes:
+        tokens: tokens processed.
+        blocks_read: per layer, the triples attended to.
+        blocks_visible: the triples that a dense layer would have read.
+    """
+
+    tokens: int
+    blocks_read: list[int]
+    blocks_visible: int
+
+    @property
+    def read_fraction(self) -> float:
+        """Blocks read over blocks visible, all layers together; 1 for a phase without tokens."""
+        visible = self.blocks_visible * len(self.blocks_read)
+        return sum(self.blocks_read) / visible if visible else 1.0
+
+    def add(self, tokens: int, read: np.ndarray, visible: int) -> None:
+        self.tokens += tokens
+        self.blocks_read = [a + int(b) for a, b in zip(self.blocks_read, read, strict=True)]
+        self.blocks_visible += visible
+
+
+@dataclasses.dataclass
+class GenerationStats:
+    """Blocks read and visible of one request, per layer; ``return_stats=True`` returns it."""
+
+    mode: str
+    prefill: PhaseStats
+    decode: PhaseStats
+
+    def to_dict(self) -> dict:
+        phases = {"prefill": self.prefill, "decode": self.decode}
+        return {"mode": self.mode} | {
+            name: dataclasses.asdict(phase) | {"read_fraction": phase.read_fraction} for name, phase in phases.items()
+        }
+
+
+class Runner:
+    """One model with its compiled programs. Not safe for use by several threads at once.
+
+    Args:
+        model: the weights.
+        mode: how blocks are selected.
+        max_model_len: longest sequence, prompt and answer together; None: ``max_position_embeddings``. Also picks the
+            RoPE factors, once for all requests.
+        calibration: tokens for InfiniGen's basis; needed in that mode only.
+
+    Raises:
+        ConfigError: the mode needs a Forecast or a calibration text that is not there.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        mode: Mode = Mode.SPARSE,
+        max_model_len: int | None = None,
+        calibration: Seq[int] | None = None,
+    ):
+        if mode.needs_forecast and not model.has_forecast:
+            raise ConfigError(
+                f"mode={mode.value} needs a Forecast, and this checkpoint carries none: add one with "
+                "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
+            )
+        if mode is Mode.INFINIGEN and not calibration:
+            raise ConfigError("mode=infinigen needs calibration tokens, and none were given")
+        self.config: ModelConfig = model.config
+        self.mode = mode
+        self.max_model_len = max_model_len or model.config.max_position_embeddings
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len={self.max_model_len} is not supported: it must be at least 2")
+        self.dtype = model.embed_tokens.dtype
+        self._skew: Skew | None = None
+        if mode is Mode.INFINIGEN and calibration:
+            self._skew = calibrate(model, calibration, self.max_model_len)
+        self._graphdef, self._state = nnx.split(model)
+
+    def start(self, prompt: Seq[int], params: SamplingParams) -> "Sequence":
+        """A request of its own, to be advanced step by step; errors as :meth:`start_batch`."""
+        return Sequence(self.start_batch([prompt], [params]))
+
+    def start_batch(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> "Lanes":
+        """A ragged batch that advances together.
+
+        Raises:
+            ValueError: no prompt, an empty prompt, a token id outside the vocabulary, or more tokens than fit.
+        """
+        if not prompts:
+            raise ValueError("prompts is empty: give at least one prompt")
+        for prompt, param in zip(prompts, params, strict=True):
+            if not len(prompt):
+                raise ValueError("prompt is empty: give at least one token")
+            if not 0 <= min(prompt) <= max(prompt) < self.config.vocab_size:
+                raise ValueError(
+                    f"prompt holds token ids {min(prompt)}..{max(prompt)}, outside vocab_size={self.config.vocab_size}"
+                )
+            if len(prompt) + param.max_tokens > self.max_model_len:
+                raise ValueError(
+                    f"prompt of {len(prompt)} tokens and max_tokens={param.max_tokens} exceed "
+                    f"max_model_len={self.max_model_len}: shorten one of them or raise --max-model-len"
+                )
+        return Lanes(self, prompts, params)
+
+    def capacity_for(self, length: int) -> int:
+        """The cache bucket, in tokens, of sequences of ``length``: attention runs over this width, not the maximum."""
+        capacity = MIN_CAPACITY
+        while capacity < length:
+            capacity *= 2
+        block_size = self.config.sparse.block_size
+        limit = -(-self.max_model_len // block_size) * block_size
+        return min(capacity, limit)
+
+    def chunk_for(self, batch: int, remaining: int, capacity: int) -> int:
+        """Tokens of the next prefill chunk: the smallest bucket that holds the rest, as far as memory allows."""
+        row_bytes = 4 * batch * self.config.num_heads * capacity
+        fitting = [c for c in PREFILL_CHUNKS if c * row_bytes <= MAX_SCORE_BYTES] or [PREFILL_CHUNKS[0]]
+        return next((c for c in fitting if c >= remaining), fitting[-1])
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        infinigen = self.mode is Mode.INFINIGEN
+        return KVCache.empty(self.config, batch, capacity, self.dtype, infinigen=infinigen)
+
+    def advance(
+        self, cache: KVCache, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, sampling, decode: bool
+    ):
+        """Runs one compiled step; see :func:`sparda_jax.forward.forward` for the arguments."""
+        needed = self.capacity_for(int(np.max(np.asarray(cache.lengths) + num_new)))
+        if needed > cache.capacity:
+            cache = _grow(cache, capacity=needed)
+        following, cache, read, visible = _advance(
+            self._graphdef,
+            self._state,
+            self._skew,
+            cache,
+            jnp.asarray(tokens, jnp.int32),
+            jnp.asarray(num_new, jnp.int32),
+            jnp.asarray(sparse, bool),
+            sampling,
+            mode=self.mode,
+            decode=decode,
+            max_len=self.max_model_len,
+        )
+        return np.asarray(following), cache, np.asarray(read), np.asarray(visible)
+
+
+class Lanes:
+    """A ragged batch in flight: prompts are prefilled in chunks, then every live lane decodes one token a step."""
+
+    def __init__(self, runner: Runner, prompts: Seq[Seq[int]], params: Seq[SamplingParams]):
+        self._runner = runner
+        self._prompts = [np.asarray(p, np.int32) for p in prompts]
+        self.prompt_tokens = np.array([len(p) for p in prompts])
+        self.prefilled = 0
+        self._sampling = SamplingState.of(params)
+        self._live = np.ones(len(prompts), bool)
+        self._last = np.zeros(len(prompts), np.int32)
+        self._lengths = np.zeros(len(prompts), np.int64)
+        self._cache: KVCache | None = None
+        layers = runner.config.num_layers
+        self.stats = [
+            GenerationStats(
+                mode=runner.mode.value,
+                prefill=PhaseStats(tokens=0, blocks_read=[0] * layers, blocks_visible=0),
+                decode=PhaseStats(tokens=0, blocks_read=[0] * layers, blocks_visible=0),
+            )
+            for _ in prompts
+        ]
+
+    def finish(self, lane: int) -> None:
+        """The lane stops: it takes part in no further step."""
+        self._live[lane] = False
+
+    def advance(self) -> np.ndarray | None:
+        """One prefill chunk (None until the last), or one decode step: the new token of every live lane, else -1."""
+        longest = int(self.prompt_tokens.max())
+        tokens = self._prefill(longest) if self.prefilled < longest else self._decode()
+        if self.prefilled < longest:
+            return None
+        self._last = np.where(self._live, tokens, self._last).astype(np.int32)
+        return np.where(self._live, tokens, -1)
+
+    def _prefill(self, longest: int) -> np.ndarray:
+        runner, batch = self._runner, len(self._prompts)
+        start = self.prefilled
+        if self._cache is None:
+            self._cache = runner.new_cache(batch, runner.capacity_for(1))
+        size = runner.chunk_for(batch, longest - start, runner.capacity_for(min(longest, start + PREFILL_CHUNKS[-1])))
+        tokens = np.zeros((batch, size), np.int32)
+        for lane, prompt in enumerate(self._prompts):
+            piece = prompt[start : start + size]
+            tokens[lane, : len(piece)] = piece
+        num_new = np.clip(self.prompt_tokens - start, 0, size)
+        # One decision for the whole prompt, however it is cut.
+        following = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False)
+        ended = (num_new > 0) & (self.prompt_tokens <= start + size)
+        self._last = np.where(ended, following, self._last).astype(np.int32)
+        self.prefilled = min(start + size, longest)
+        return self._last
+
+    def _decode(self) -> np.ndarray:
+        num_new = self._live.astype(np.int32)
+        return self._step(self._last[:, None], num_new, self._is_sparse(self._lengths + 1), decode=True)
+
+    def _is_sparse(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths >= self._runner.config.sparse.dense_len
+
+    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> np.ndarray:
+        cache, self._cache = self._cache, None
+        following, self._cache, read, visible = self._runner.advance(
+            cache, tokens, num_new, sparse, self._sampling, decode
+        )
+        self._lengths += num_new
+        for lane, stats in enumerate(self.stats):
+            phase = stats.decode if decode else stats.prefill
+            phase.add(int(num_new[lane]), read[:, lane], int(visible[lane]))
+        return following
+
+
+class Sequence:
+    """One request with a cache of its own. Stop conditions are the caller's."""
+
+    def __init__(self, lanes: Lanes):
+        self._lanes = lanes
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self._lanes.prompt_tokens[0])
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens processed so far."""
+        return self._lanes.prefilled
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self._lanes.stats[0]
+
+    def advance(self) -> int | None:
+        """One prefill chunk or one decode step: the new token, or None while the prompt is not finished."""
+        tokens = self._lanes.advance()
+        return None if tokens is None else int(tokens[0])
