@@ -14,11 +14,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps the ordinary tests on the CPU, also where a GPU is: parallel workers would each reserve most of its memory."""
+    """Keeps ordinary tests on the CPU also where a GPU is: each parallel worker would reserve most of its memory."""
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "gpu":
-        raise pytest.UsageError("--gpu was given, but JAX sees no GPU here: is the CUDA extra installed (make test-gpu)?")
+        raise pytest.UsageError("--gpu was given, but JAX sees no GPU here: run make test-gpu, which installs CUDA")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
