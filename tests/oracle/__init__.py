@@ -3,7 +3,7 @@
 from tests.oracle import infinigen, rope
 from tests.oracle.attention import attend, block_mask, block_sparse_attention, causal_mask, dense_attention
 from tests.oracle.compress import RollingKeys, compress_keys, num_compressed
-from tests.oracle.model import MODES, OracleResult, OracleState, SparseSettings, decode, decode_many, forward
+from tests.oracle.model import MODES, OracleResult, OracleState, Routing, SparseSettings, decode, decode_many, forward
 from tests.oracle.numerics import EXACT, Numerics, linear, rms_norm, silu
 from tests.oracle.select import (
     align_teacher,
@@ -22,6 +22,7 @@ __all__ = [
     "OracleResult",
     "OracleState",
     "RollingKeys",
+    "Routing",
     "SparseSettings",
     "align_teacher",
     "attend",

@@ -1,11 +1,14 @@
 """InfiniGen selection scores: a few channels of skewed queries and keys (spec section 7.3)."""
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from tests.oracle.numerics import EXACT, Numerics
 
 
-def calibrate(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+def calibrate(
+    q: Float[np.ndarray, "length heads head_dim"], k: Float[np.ndarray, "length kv_heads head_dim"]
+) -> Float[np.ndarray, "kv_heads head_dim head_dim"]:
     """Skewing bases A [Hk, D, D] of one layer from the calibration prompt's post-RoPE `q [T, H, D]`, `k [T, Hk, D]`.
 
     Columns are right singular vectors of the group's mean query, in ascending order of the product of the singular
@@ -26,7 +29,11 @@ def calibrate(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return np.stack(bases)
 
 
-def choose_channels(q: np.ndarray, basis: np.ndarray, num_channels: int) -> np.ndarray:
+def choose_channels(
+    q: Float[np.ndarray, "length heads head_dim"],
+    basis: Float[np.ndarray, "kv_heads head_dim head_dim"],
+    num_channels: int,
+) -> Int[np.ndarray, "kv_heads channels"]:
     """The channels [Hk, num_channels], ascending, where a prompt's skewed queries are largest in the 1-norm.
 
     `q [T, H, D]` post-RoPE queries of the prompt, `basis [Hk, D, D]`; summed over tokens and the heads of a group.
@@ -37,15 +44,24 @@ def choose_channels(q: np.ndarray, basis: np.ndarray, num_channels: int) -> np.n
     return np.sort(np.argsort(-weight, axis=-1, kind="stable")[:, :num_channels], axis=-1)
 
 
-def partial_keys(k: np.ndarray, basis: np.ndarray, channels: np.ndarray, numerics: Numerics = EXACT) -> np.ndarray:
+def partial_keys(
+    k: Float[np.ndarray, "length kv_heads head_dim"],
+    basis: Float[np.ndarray, "kv_heads head_dim head_dim"],
+    channels: Int[np.ndarray, "kv_heads channels"],
+    numerics: Numerics = EXACT,
+) -> Float[np.ndarray, "length kv_heads channels"]:
     """The chosen channels of the skewed keys: `k [T, Hk, D]` -> [T, Hk, num_channels]."""
     skewed = np.einsum("tmd,mdc->tmc", k, basis, optimize=True)
     return numerics.round(np.take_along_axis(skewed, channels[None], axis=-1))
 
 
 def token_score(
-    q_hat: np.ndarray, basis: np.ndarray, channels: np.ndarray, partial: np.ndarray, numerics: Numerics = EXACT
-) -> np.ndarray:
+    q_hat: Float[np.ndarray, "1 heads head_dim"],
+    basis: Float[np.ndarray, "kv_heads head_dim head_dim"],
+    channels: Int[np.ndarray, "kv_heads channels"],
+    partial: Float[np.ndarray, "length kv_heads channels"],
+    numerics: Numerics = EXACT,
+) -> Float[np.ndarray, "kv_heads 1 length"]:
     """Scores [Hk, 1, S] of every token for one decode step.
 
     `q_hat [1, H, D]`: this layer's query projection of the previous layer's attention input, rotated. `partial

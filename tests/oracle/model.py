@@ -77,6 +77,16 @@ class OracleState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a layer chose its blocks; the fields are the entries of `OracleResult`'s lists."""
+
+    ids: np.ndarray
+    score: np.ndarray
+    pooled: np.ndarray
+    k1: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class OracleResult:
     """What a forward call of T tokens gave. Lists have one entry per layer; L = num_hidden_layers.
 
@@ -103,6 +113,13 @@ class OracleResult:
     forecasts: list[np.ndarray] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
     attention: list[np.ndarray] = field(default_factory=list)
+
+    def routing(self, layer: int) -> Routing:
+        """The selection of a layer that was not dense; ValueError if it was."""
+        ids, score, pooled, k1 = self.selections[layer], self.scores[layer], self.pooled[layer], self.k1[layer]
+        if ids is None or score is None or pooled is None or k1 is None:
+            raise ValueError(f"layer {layer} attended densely; it selected nothing")
+        return Routing(ids=ids, score=score, pooled=pooled, k1=k1)
 
 
 def forward(

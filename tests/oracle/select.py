@@ -1,13 +1,14 @@
 """Which blocks a query reads: scores on the compressed grid, pooling, forcing, top-k (spec sections 4 and 5.4)."""
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from tests.oracle.numerics import EXACT, Numerics
 
 
 def visible_stage1(
-    rows: np.ndarray, q_len: int, n1: int, kernel: int = 32, stride: int = 16, ref_compat: bool = False
-) -> np.ndarray:
+    rows: Int[np.ndarray, "q_len"], q_len: int, n1: int, kernel: int = 32, stride: int = 16, ref_compat: bool = False
+) -> Int[np.ndarray, "q_len"]:
     """How many compressed keys each prefill row sees in stage 1: those whose whole window ends at or before it.
 
     `rows [T]` are token indices, `q_len` is the length of the prefill (only quirk Q1 depends on it). Spec 4.2.
@@ -22,7 +23,12 @@ def visible_stage1(
     return np.clip(trunc(rows - shift) + n1 - trunc(np.int64(q_len - shift)), 0, n1)
 
 
-def stage1_score(q: np.ndarray, k1: np.ndarray, visible: np.ndarray, numerics: Numerics = EXACT) -> np.ndarray:
+def stage1_score(
+    q: Float[np.ndarray, "q_len heads head_dim"],
+    k1: Float[np.ndarray, "n1 kv_heads head_dim"],
+    visible: Int[np.ndarray, "q_len"],
+    numerics: Numerics = EXACT,
+) -> Float[np.ndarray, "kv_heads q_len n1"]:
     """InfLLM-V2 score [Hk, T, n1]: softmax per head over the visible keys, then summed over the heads of a group.
 
     `q [T, H, D]`, `k1 [n1, Hk, D]`, `visible [T]`: the first so many keys count. Invisible keys score 0. Spec 4.1.
@@ -40,8 +46,12 @@ def stage1_score(q: np.ndarray, k1: np.ndarray, visible: np.ndarray, numerics: N
 
 
 def forecast_score(
-    forecast: np.ndarray, k1: np.ndarray, rows: np.ndarray | None, stride: int = 16, numerics: Numerics = EXACT
-) -> np.ndarray:
+    forecast: Float[np.ndarray, "q_len kv_heads head_dim"],
+    k1: Float[np.ndarray, "n1 kv_heads head_dim"],
+    rows: Int[np.ndarray, "q_len"] | None,
+    stride: int = 16,
+    numerics: Numerics = EXACT,
+) -> Float[np.ndarray, "kv_heads q_len n1"]:
     """SparDA score [Hk, T, n1]: the raw dot product of `forecast [T, Hk, D]` and `k1 [n1, Hk, D]`. Spec 5.4.
 
     `rows [T]` (prefill): key j scores -inf where its window starts after the row. None (decode): no mask.
@@ -52,11 +62,16 @@ def forecast_score(
     return np.where(stride * np.arange(len(k1)) > rows[:, None], -np.inf, score)
 
 
-def align_teacher(score: np.ndarray, ratio: int, n1: int) -> np.ndarray:
+def align_teacher(
+    score: Float[np.ndarray, "kv_heads q_len keys"], ratio: int, n1: int
+) -> Float[np.ndarray, "kv_heads q_len n1"]:
     """Training: scores [Hk, T, n] on a grid `ratio` times finer -> [Hk, T, n1]: max over ratio*j-1 .. ratio*j+ratio-1.
 
-    Windows are `ratio + 1` wide with one -inf on each side; the result is cut, or filled with 0, to n1 (spec 9).
+    Windows are `ratio + 1` wide with one -inf on each side; the result is cut, or filled with 0, to n1 (spec 9). On
+    equal grids (ratio 1) there is no pooling.
     """
+    if ratio == 1:
+        return score
     n = score.shape[-1]
     out = np.zeros((*score.shape[:-1], n1), score.dtype)
     for j in range(min(n1, max(0, (n + 2 - ratio - 1) // ratio + 1))):
@@ -65,13 +80,13 @@ def align_teacher(score: np.ndarray, ratio: int, n1: int) -> np.ndarray:
 
 
 def pool_blocks(
-    score: np.ndarray,
-    query_block: np.ndarray,
+    score: Float[np.ndarray, "kv_heads q_len keys"],
+    query_block: Int[np.ndarray, "q_len"],
     num_blocks: int,
     init_blocks: int,
     local_blocks: int,
     ratio: int = 4,
-) -> np.ndarray:
+) -> Float[np.ndarray, "kv_heads q_len num_blocks"]:
     """Block scores [Hk, T, num_blocks] from `score [Hk, T, n]`, `ratio` entries to a block. Spec 4.3.
 
     Block b gets the maximum over entries ratio*b-1 .. ratio*b+ratio-1, -inf if there are none; the first
@@ -89,7 +104,12 @@ def pool_blocks(
     return np.where(forced, np.inf, pooled)
 
 
-def select_blocks(pooled: np.ndarray, query_block: np.ndarray, total: int, ref_compat: bool = False) -> np.ndarray:
+def select_blocks(
+    pooled: Float[np.ndarray, "kv_heads q_len blocks"],
+    query_block: Int[np.ndarray, "q_len"],
+    total: int,
+    ref_compat: bool = False,
+) -> Int[np.ndarray, "kv_heads q_len k"]:
     """The `min(total, num_blocks)` best blocks of each row, int32 [Hk, T, k], ascending, -1 (invalid) last. Spec 4.4.
 
     Ties go to the lowest block. Blocks after `query_block [T]` never win a place in the clean semantics; in the
