@@ -20,7 +20,7 @@ def scale(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight``: float32 up to the first rounding, the product with the weight rounds again."""
+    """``x / sqrt(mean(x^2) + eps) * weight``: rounded before the product with the weight, and after it."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
         self.eps = eps

@@ -51,7 +51,7 @@ def _yarn_scale(rope: RopeConfig) -> float:
 
 
 def _yarn_frequencies(rope: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> np.ndarray:
-    """Interpolates slow rotations by ``factor``, keeps fast ones, blends linearly in between (YaRN, arXiv 2309.00071)."""
+    """Interpolates slow rotations by ``factor``, keeps fast ones, blends in between (YaRN, arXiv 2309.00071)."""
 
     def dimension(rotations: float) -> float:
         length = rope.original_max_position_embeddings or 1

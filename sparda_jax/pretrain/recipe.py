@@ -1,0 +1,92 @@
+"""The bundled model's geometry and training recipe."""
+
+import dataclasses
+from typing import Any
+
+MODEL_NAME = "sparda-mini"
+
+
+def hf_config(vocab_size: int, bos_token_id: int, eos_token_ids: list[int]) -> dict[str, Any]:
+    """``config.json`` of the bundled model: a MiniCPM4.1-style decoder of 11 M parameters."""
+    return {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "vocab_size": vocab_size,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.05,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "scale_emb": 12,
+        "dim_model_base": 256,
+        "scale_depth": 1.4,
+        "tie_word_embeddings": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_ids,
+        "torch_dtype": "bfloat16",
+        "sparse_config": {
+            "kernel_size": 32,
+            "kernel_stride": 16,
+            "block_size": 64,
+            "init_blocks": 1,
+            "window_size": 512,
+            "topk": 16,
+            "dense_len": 1536,
+        },
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of training at one sequence length.
+
+    Attributes:
+        seq_len: tokens of a sequence. tokens: of the whole phase, in millions.
+        sparse_every: k of n steps attend sparsely, as (k, n).
+    """
+
+    seq_len: int
+    tokens: float
+    sparse_every: tuple[int, int] = (0, 1)
+
+    def is_sparse(self, step: int) -> bool:
+        count, period = self.sparse_every
+        return step % period < count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Optimiser and schedule: AdamW, linear warm-up, cosine decay."""
+
+    phases: tuple[Phase, ...] = (
+        Phase(seq_len=512, tokens=60),
+        Phase(seq_len=2048, tokens=110),
+        Phase(seq_len=4096, tokens=90),
+        Phase(seq_len=8192, tokens=50),
+        Phase(seq_len=4096, tokens=50, sparse_every=(4, 5)),
+        Phase(seq_len=8192, tokens=60, sparse_every=(4, 5)),
+        Phase(seq_len=16384, tokens=10, sparse_every=(1, 2)),
+    )
+    batch_tokens: int = 65536
+    peak_learning_rate: float = 2e-3
+    final_learning_rate: float = 2e-4
+    warmup_steps: int = 200
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+    def steps(self, phase: Phase) -> int:
+        return max(1, round(phase.tokens * 1e6 / self.batch_tokens))
+
+    @property
+    def total_steps(self) -> int:
+        return sum(self.steps(phase) for phase in self.phases)

@@ -1,0 +1,164 @@
+"""The training step and loop of the bundled model."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparda_jax.config import ModelConfig
+from sparda_jax.model import Decoder, rope_tables
+from sparda_jax.pretrain.attention import dense_attention, sparse_attention
+from sparda_jax.pretrain.recipe import Phase, Recipe
+
+Batch = dict[str, np.ndarray]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """float32 parameters and the optimiser's state."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW with clipping; matrices decay, norms do not."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        recipe.peak_learning_rate,
+        warmup_steps=min(recipe.warmup_steps, recipe.total_steps // 2),
+        decay_steps=recipe.total_steps,
+        end_value=recipe.final_learning_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.max_grad_norm),
+        optax.adamw(
+            schedule,
+            b2=recipe.beta2,
+            weight_decay=recipe.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        ),
+    )
+
+
+def forward_logits(
+    model: Decoder, tokens: Int[Array, "batch q_len"], sparse: bool
+) -> Float[Array, "batch q_len vocab"]:
+    """Logits of whole sequences, every layer dense or every layer sparse."""
+    config = model.config
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cos, sin = rope_tables(config, positions)
+    attend = functools.partial(sparse_attention, config) if sparse else dense_attention
+    x = model.embed(tokens)
+    for layer in model.layers:
+        x = layer(x, cos, sin, attend)
+    return model.logits(x)
+
+
+def loss_and_metrics(
+    graphdef: nnx.GraphDef, params: nnx.State, batch: dict[str, Array], sparse: bool, dtype: jnp.dtype
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Weighted cross entropy, and the loss and accuracy of the heavily weighted (answer) tokens alone."""
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), params))
+    tokens, weights = batch["tokens"], batch["loss_weights"]
+    logits = forward_logits(model, tokens[:, :-1], sparse)
+    targets = tokens[:, 1:]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    answers = weights > 1
+    right = (jnp.argmax(logits, axis=-1) == targets) & answers
+    count = jnp.maximum(jnp.sum(answers), 1)
+    text = weights == 1
+    metrics = {
+        "answer_loss": jnp.sum(losses * answers) / count,
+        "answer_accuracy": jnp.sum(right) / count,
+        "text_loss": jnp.sum(losses * text) / jnp.maximum(jnp.sum(text), 1),
+    }
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1), metrics
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype: jnp.dtype
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """The jitted step ``(state, batch, sparse) -> (state, metrics)``; the state is donated."""
+
+    @functools.partial(jax.jit, static_argnames=("sparse",), donate_argnums=(0,))
+    def step(state: TrainState, batch: dict[str, Array], *, sparse: bool) -> tuple[TrainState, dict[str, Array]]:
+        def loss_fn(params):
+            return loss_and_metrics(graphdef, params, batch, sparse, dtype)
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return TrainState(params=params, opt_state=opt_state, step=state.step + 1), metrics
+
+    return step
+
+
+def init_state(
+    config: ModelConfig, recipe: Recipe, optimizer: optax.GradientTransformation
+) -> tuple[nnx.GraphDef, TrainState]:
+    model = Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(recipe.seed))
+    graphdef, params = nnx.split(model)
+    return graphdef, TrainState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0))
+
+
+def _on_device(batches: Iterable[Batch]) -> Iterator[dict[str, Array]]:
+    """Moves each batch while the step before it runs."""
+    waiting: dict[str, Array] | None = None
+    for batch in batches:
+        moving = {name: jax.device_put(array) for name, array in batch.items()}
+        if waiting is not None:
+            yield waiting
+        waiting = moving
+    if waiting is not None:
+        yield waiting
+
+
+def train(
+    config: ModelConfig,
+    recipe: Recipe,
+    batches_of: Callable[[Phase, int], Iterable[Batch]],
+    *,
+    dtype: jnp.dtype,
+    report: Callable[[dict[str, Any]], None],
+    report_every: int = 50,
+) -> tuple[Decoder, TrainState]:
+    """Runs all phases.
+
+    Args:
+        batches_of: (phase, number of steps) -> that many batches of ``tokens [batch, seq_len + 1]`` and
+            ``loss_weights [batch, seq_len]``.
+        dtype: of activations and gradients; parameters and the optimiser stay float32.
+        report: gets a dictionary of metrics every ``report_every`` steps.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    optimizer = make_optimizer(recipe)
+    graphdef, state = init_state(config, recipe, optimizer)
+    train_step = make_train_step(graphdef, optimizer, dtype)
+    done, seen = 0, 0
+    for phase in recipe.phases:
+        started, start_step = time.perf_counter(), done
+        for batch in _on_device(batches_of(phase, recipe.steps(phase))):
+            state, metrics = train_step(state, batch, sparse=phase.is_sparse(done))
+            done += 1
+            seen += batch["loss_weights"].size
+            if done % report_every == 0 or done == recipe.total_steps:
+                values = {name: float(value) for name, value in metrics.items()}
+                if not np.isfinite(values["loss"]):
+                    raise FloatingPointError(f"loss={values['loss']} at step {done}: lower peak_learning_rate")
+                rate = (done - start_step) * recipe.batch_tokens / (time.perf_counter() - started)
+                report({"step": done, "tokens": seen, "seq_len": phase.seq_len, "tokens_per_s": rate} | values)
+    return nnx.merge(graphdef, state.params), state
