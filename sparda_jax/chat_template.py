@@ -19,6 +19,10 @@ class ChatTemplateError(ValueError):
     """The template refuses these messages, or is itself broken; the message says which."""
 
 
+class ReservedArgumentError(ChatTemplateError):
+    """An extra argument has a name that the renderer itself sets."""
+
+
 class _GenerationBlocks(Extension):
     """``{% generation %}`` marks assistant text for training masks; rendering passes its body through."""
 
@@ -87,7 +91,9 @@ class ChatTemplate:
         arguments = arguments or {}
         clash = sorted((RESERVED_ARGUMENTS | set(self._special_tokens)) & set(arguments))
         if clash:
-            raise ChatTemplateError(f"{clash[0]!r} is set by the server and can't be given as a template argument")
+            raise ReservedArgumentError(
+                f"{clash[0]!r} is set by the renderer and can't be given as a template argument"
+            )
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],

@@ -1,0 +1,111 @@
+"""Answers being generated: tokens in, text out, stop strings applied, several answers merged into one stream."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from sparda_jax.detokenizer import IncrementalDetokenizer
+from sparda_jax.serve.engine import FinishReason, TokenStream
+from sparda_jax.serve.metrics import TokenClock
+from sparda_jax.serve.stop import StopChecker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New text of answer ``index``; the last piece carries the finish reason."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Answer:
+    """One choice of a response.
+
+    Attributes:
+        index: its place among the choices.
+        completion_tokens: tokens generated so far, an end-of-sequence token and a stop string's tokens included.
+        stats: what the sequence has read, where asked for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokens: TokenStream,
+        detokenizer: IncrementalDetokenizer,
+        stops: Sequence[str],
+        clock: TokenClock,
+    ) -> None:
+        self.index = index
+        self.completion_tokens = 0
+        self.stats: dict[str, Any] | None = None
+        self._tokens = tokens
+        self._detokenizer = detokenizer
+        self._stop = StopChecker(stops)
+        self._clock = clock
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """The text as it becomes certain; the last piece has a finish reason.
+
+        Raises:
+            EngineError: the sequence could not be finished.
+        """
+        try:
+            async for event in self._tokens:
+                self._clock.tick()
+                self.completion_tokens += 1
+                self.stats = event.stats
+                text = "" if event.is_end else self._detokenizer.push(event.token_id)
+                if event.finish_reason is not None:
+                    text += self._detokenizer.flush()
+                shown, stopped = self._stop.push(text)
+                if stopped:
+                    yield Piece(index=self.index, text=shown, finish_reason="stop")
+                    return
+                if event.finish_reason is not None:
+                    shown += self._stop.flush()
+                    yield Piece(index=self.index, text=shown, finish_reason=event.finish_reason)
+                elif shown:
+                    yield Piece(index=self.index, text=shown)
+        finally:
+            self.cancel()
+            self._clock.stop()
+
+    def cancel(self) -> None:
+        """Gives up the sequence; harmless when it has ended."""
+        self._tokens.cancel()
+
+
+async def merge(answers: Sequence[Answer]) -> AsyncGenerator[Piece]:
+    """The pieces of several answers as they come. However it is left, every sequence is given up.
+
+    Raises:
+        EngineError: of the first answer that failed.
+    """
+    pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def pump(answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                pieces.put_nowait(piece)
+            pieces.put_nowait(None)
+        except Exception as error:  # handed to the reader, who raises it
+            pieces.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(answer)) for answer in answers]
+    try:
+        running = len(pumps)
+        while running:
+            item = await pieces.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for answer, task in zip(answers, pumps, strict=True):
+            answer.cancel()
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""The HTTP application: OpenAI's paths over an engine and a tokenizer."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+
+import sparda_jax
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.errors import ApiError, install_handlers
+from sparda_jax.serve.handler import CLIENT_GONE, Handler, ServerInfo
+from sparda_jax.serve.metrics import Metrics
+from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from sparda_jax.tokenizer import Tokenizer
+
+__all__ = ["MAX_BODY_BYTES", "ServerInfo", "create_app"]
+
+# A million tokens of text with room to spare; more is a mistake and would only fill the memory.
+MAX_BODY_BYTES = 64 << 20
+
+
+def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo) -> FastAPI:
+    """The application. The caller starts and closes the engine.
+
+    Args:
+        engine: where the sequences run.
+        tokenizer: of the same model.
+        info: names, limits and defaults.
+    """
+    app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
+    metrics = Metrics(engine)
+    handler = Handler(engine, tokenizer, info, metrics)
+    install_handlers(app)
+
+    async def generate[RequestType: GenerationRequest](
+        request: Request,
+        endpoint: str,
+        kind: type[RequestType],
+        answer: Callable[[Request, RequestType], Awaitable[Response]],
+    ) -> Response:
+        request.state.arrived = time.monotonic()
+        try:
+            body = parse_request(kind, await _read(request))
+            if body.model is not None and body.model != info.model:
+                message = f"the model {body.model!r} does not exist here; this server has {info.model!r}"
+                raise ApiError(404, message, param="model", code="model_not_found")
+            return await answer(request, body)
+        except ApiError as error:
+            metrics.answered(endpoint, error.status)
+            raise
+        except ClientDisconnect:
+            metrics.answered(endpoint, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Continues a conversation."""
+        return await generate(request, "chat.completions", ChatRequest, handler.chat)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continues a text."""
+        return await generate(request, "completions", CompletionRequest, handler.completion)
+
+    card = {
+        "id": info.model,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "sparda-jax",
+        "max_model_len": engine.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model of this server."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """The model by name."""
+        if model != info.model:
+            raise ApiError(404, f"the model {model!r} does not exist here", param="model", code="model_not_found")
+        return card
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when the engine itself answers, else 503 with the reason."""
+        state, stats = await engine.health(), engine.stats()
+        content = {"status": state.status, "detail": state.detail, "running": stats.running, "waiting": stats.waiting}
+        return JSONResponse(content, status_code=200 if state.ok else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Prometheus metrics."""
+        return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+    return bytes(body)
+
+
+def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
+    """The request's schema for the API documentation; the body itself is parsed by `parse_request`."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

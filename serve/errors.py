@@ -1,0 +1,80 @@
+"""Errors in OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from sparda_jax.serve.engine import EngineError, EngineUnavailable, QueueFull, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Attributes:
+        status: HTTP status.
+        message: a sentence for the client.
+        param: the request's field at fault, or None.
+        code: a word for programs, or None.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @classmethod
+    def bad_field(cls, param: str | None, message: str, *, code: str | None = None) -> "ApiError":
+        """400 for a field of the request."""
+        return cls(400, message, param=param, code=code)
+
+    @classmethod
+    def of(cls, error: EngineError) -> "ApiError":
+        """The answer to a request that the engine refused or could not finish."""
+        match error:
+            case RequestRejected():
+                # The runner's messages begin with the field's name.
+                return cls.bad_field(str(error).split("=")[0].split(" ")[0], str(error))
+            case QueueFull():
+                return cls(429, str(error), code="queue_full")
+            case EngineUnavailable():
+                return cls(503, str(error), code="unavailable")
+            case _:
+                return cls(500, str(error), code="engine_error")
+
+    def body(self) -> dict[str, object]:
+        """The envelope; also what a stream sends when it fails midway."""
+        kinds = {429: "rate_limit_error", 503: "service_unavailable_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error of the application leaves in the envelope, unknown paths and unforeseen exceptions included."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(EngineError)
+    async def _engine_error(request: Request, error: EngineError) -> JSONResponse:
+        return ApiError.of(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = ApiError(
+            error.status_code, message, code="not_found" if error.status_code == 404 else None
+        ).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "the server failed on this request; its log says why", code="internal_error").response()

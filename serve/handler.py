@@ -1,0 +1,279 @@
+"""From a checked request to its response: prompts, limits, sampling, the answers, whole or streamed."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from sparda_jax.chat_template import ReservedArgumentError
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.serve.answers import Answer, merge
+from sparda_jax.serve.engine import Engine, EngineError
+from sparda_jax.serve.errors import ApiError
+from sparda_jax.serve.metrics import Metrics
+from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from sparda_jax.serve.responses import ChatShape, CompletionShape, Envelope, Json, Shape, usage
+from sparda_jax.tokenizer import ChatTemplateError, Tokenizer
+
+# What nginx made the usual code for "the client went away"; nobody receives it.
+CLIENT_GONE = 499
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What the HTTP layer tells about the model, and the sampling of a request that does not say.
+
+    Attributes:
+        model: the name that requests use.
+        mode: how blocks are selected.
+        vocab_size: token ids that the model has.
+        temperature, top_p, top_k: defaults, from the model's ``generation_config.json`` or OpenAI's.
+        created: when the server started, in seconds since 1970.
+    """
+
+    model: str
+    mode: str
+    vocab_size: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """Token ids, and the text that ``echo`` repeats."""
+
+    ids: list[int]
+    echo: str = ""
+
+
+class Handler:
+    """Answers the two generating endpoints."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, info: ServerInfo, metrics: Metrics) -> None:
+        self._engine, self._tokenizer, self._info, self._metrics = engine, tokenizer, info, metrics
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """``POST /v1/chat/completions``."""
+        messages = [message.for_template() for message in body.messages]
+        try:
+            ids = await run_in_threadpool(
+                self._tokenizer.encode_chat, messages, arguments=body.chat_template_kwargs or {}
+            )
+        except ReservedArgumentError as error:
+            raise ApiError.bad_field("chat_template_kwargs", str(error)) from error
+        except ChatTemplateError as error:
+            raise ApiError.bad_field("messages", str(error)) from error
+        return await self._respond(request, body, ChatShape(), [_Prompt(ids=ids)])
+
+    async def completion(self, request: Request, body: CompletionRequest) -> Response:
+        """``POST /v1/completions``."""
+        prompts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                ids = await run_in_threadpool(self._tokenizer.encode, prompt)
+                prompts.append(_Prompt(ids=ids, echo=prompt if body.echo else ""))
+            else:
+                outside = [i for i in prompt if not 0 <= i < self._info.vocab_size]
+                if outside:
+                    message = f"prompt holds the token id {outside[0]}; the model has 0 to {self._info.vocab_size - 1}"
+                    raise ApiError.bad_field("prompt", message)
+                prompts.append(_Prompt(ids=prompt, echo=self._tokenizer.decode(prompt) if body.echo else ""))
+        return await self._respond(request, body, CompletionShape(), prompts)
+
+    async def _respond(
+        self, request: Request, body: GenerationRequest, shape: Shape, prompts: Sequence[_Prompt]
+    ) -> Response:
+        arrived: float = request.state.arrived
+        self._check_count(body, shape, len(prompts))
+        params = [self._sampling(body, shape, prompt.ids) for prompt in prompts]
+        answers: list[Answer] = []
+        try:
+            for prompt, variants in zip(prompts, params, strict=True):
+                self._metrics.prompt(len(prompt.ids))
+                for variant in variants:
+                    tokens = await self._engine.submit(
+                        prompt.ids, variant, ignore_eos=body.ignore_eos, with_stats=body.return_stats
+                    )
+                    answers.append(
+                        Answer(
+                            len(answers),
+                            tokens,
+                            self._tokenizer.detokenizer(),
+                            body.stop,
+                            self._metrics.clock(arrived),
+                        )
+                    )
+        except EngineError as error:
+            _cancel(answers)
+            raise ApiError.of(error) from error
+        response = _Responder(
+            envelope=Envelope(shape, self._info.model),
+            shape=shape,
+            body=body,
+            answers=answers,
+            echoes=[prompt.echo for prompt in prompts for _ in range(body.choices_per_prompt)],
+            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            mode=self._info.mode,
+            count=lambda status: self._metrics.answered(shape.endpoint, status),
+        )
+        return response.stream() if body.stream else await response.whole(request)
+
+    def _check_count(self, body: GenerationRequest, shape: Shape, prompts: int) -> None:
+        count, capacity = prompts * body.choices_per_prompt, self._engine.capacity
+        if count > capacity:
+            field = "n" if body.choices_per_prompt > 1 else shape.prompt_field
+            message = (
+                f"{field}: the request asks for {count} answers; at most {capacity} fit (--max-active + --max-queue)"
+            )
+            raise ApiError.bad_field(field, message)
+
+    def _sampling(self, body: GenerationRequest, shape: Shape, ids: Sequence[int]) -> list[SamplingParams]:
+        """The parameters of each of the ``n`` answers to one prompt; their seeds follow one another."""
+        limit, used = self._engine.max_model_len, len(ids)
+        field, wanted = body.max_tokens_field
+        if not used:
+            raise ApiError.bad_field(shape.prompt_field, "the prompt is empty")
+        if used >= limit:
+            message = f"the prompt has {used} tokens; the context holds {limit}, answer included (--max-model-len)"
+            raise ApiError.bad_field(shape.prompt_field, message, code="context_length_exceeded")
+        if wanted is not None and used + wanted > limit:
+            message = (
+                f"the prompt has {used} tokens, and {field}={wanted} more make {used + wanted}; the context holds "
+                f"{limit} (--max-model-len), so at most {limit - used} are left for the answer"
+            )
+            raise ApiError.bad_field(field, message, code="context_length_exceeded")
+        info = self._info
+        top_k = info.top_k if body.top_k is None else max(body.top_k, 0)  # -1 is vLLM's way to say "all"
+        return [
+            SamplingParams(
+                max_tokens=limit - used if wanted is None else wanted,
+                temperature=info.temperature if body.temperature is None else body.temperature,
+                top_p=info.top_p if body.top_p is None else body.top_p,
+                top_k=top_k,
+                seed=None if body.seed is None else (body.seed + i) % 2**64,
+            )
+            for i in range(body.choices_per_prompt)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Responder:
+    """Writes one response's answers."""
+
+    envelope: Envelope
+    shape: Shape
+    body: GenerationRequest
+    answers: Sequence[Answer]
+    echoes: Sequence[str]
+    prompt_tokens: int
+    mode: str
+    count: Callable[[int], None]
+
+    async def whole(self, request: Request) -> Response:
+        collecting = asyncio.create_task(self._collect())
+        leaving = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                self.count(CLIENT_GONE)
+                return Response(status_code=CLIENT_GONE)
+            choices = collecting.result()
+        except EngineError as error:
+            raise ApiError.of(error) from error
+        finally:
+            _cancel(self.answers)
+            collecting.cancel()
+            leaving.cancel()
+        self.count(200)
+        return JSONResponse(self.envelope.whole(choices, usage=self._usage(), **self._stats()))
+
+    def stream(self) -> Response:
+        return _EventStream(self._events(), on_end=lambda: _cancel(self.answers))
+
+    async def _collect(self) -> list[Json]:
+        texts = [[echo] for echo in self.echoes]
+        choices: list[Json] = [{} for _ in self.answers]
+        async with contextlib.aclosing(merge(self.answers)) as pieces:
+            async for piece in pieces:
+                texts[piece.index].append(piece.text)
+                if piece.finish_reason is not None:
+                    text = "".join(texts[piece.index])
+                    choices[piece.index] = self.shape.choice(piece.index, text, piece.finish_reason)
+        return choices
+
+    async def _events(self) -> AsyncGenerator[str]:
+        options = self.body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        empty: Json = {"usage": None} if with_usage else {}
+        status = CLIENT_GONE
+        try:
+            for answer, echo in zip(self.answers, self.echoes, strict=True):
+                if (opening := self.shape.opening(answer.index, echo)) is not None:
+                    yield _event(self.envelope.chunk([opening], **empty))
+            async with contextlib.aclosing(merge(self.answers)) as pieces:
+                async for piece in pieces:
+                    if piece.text:
+                        yield _event(self.envelope.chunk([self.shape.piece(piece.index, piece.text)], **empty))
+                    if piece.finish_reason is not None:
+                        closing = self.shape.closing(piece.index, piece.finish_reason)
+                        yield _event(self.envelope.chunk([closing], **empty))
+            if with_usage or self.body.return_stats:
+                last = {"usage": self._usage()} if with_usage else {}
+                yield _event(self.envelope.chunk([], **last, **self._stats()))
+            status = 200
+            yield "data: [DONE]\n\n"
+        except EngineError as error:
+            failure = ApiError.of(error)
+            status = failure.status
+            yield _event(failure.body())
+        finally:
+            self.count(status)
+
+    def _usage(self) -> Json:
+        return usage(self.prompt_tokens, sum(answer.completion_tokens for answer in self.answers))
+
+    def _stats(self) -> Json:
+        if not self.body.return_stats:
+            return {}
+        choices = [{"index": answer.index, **(answer.stats or {})} for answer in self.answers]
+        return {"sparda": {"mode": self.mode, "choices": choices}}
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; ``on_end`` runs however the connection ends, even before the first event."""
+
+    def __init__(self, events: AsyncGenerator[str], on_end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has gone away; the body has been read, so nothing else can arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cancel(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        answer.cancel()
+
+
+def _event(data: Json | dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

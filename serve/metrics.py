@@ -1,0 +1,76 @@
+"""Prometheus metrics of one server, in a registry of their own."""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sparda_jax.serve.engine import Engine
+
+_TIME_TO_FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TIME_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counters and histograms that the HTTP layer feeds; the gauges ask the engine when they are read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "sparda_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry
+        )
+        self._prompt_tokens = Counter("sparda_prompt_tokens", "Prompt tokens taken in.", registry=self.registry)
+        self._new_tokens = Counter("sparda_generated_tokens", "Tokens generated.", registry=self.registry)
+        self._first_token = Histogram(
+            "sparda_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TIME_TO_FIRST_TOKEN,
+            registry=self.registry,
+        )
+        self._per_token = Histogram(
+            "sparda_time_per_output_token_seconds",
+            "Mean time between the tokens of one answer.",
+            buckets=_TIME_PER_TOKEN,
+            registry=self.registry,
+        )
+        gauges = {
+            "running": ("Sequences being generated.", lambda: engine.stats().running),
+            "queued": ("Sequences that wait.", lambda: engine.stats().waiting),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(f"sparda_sequences_{name}", text, registry=self.registry).set_function(read)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def prompt(self, tokens: int) -> None:
+        self._prompt_tokens.inc(tokens)
+
+    def clock(self, arrived: float) -> "TokenClock":
+        """A clock for one answer of a request that arrived at ``arrived`` (`time.monotonic`)."""
+        return TokenClock(self, arrived)
+
+    def text(self) -> bytes:
+        """The exposition format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+
+class TokenClock:
+    """Measures one answer: call `tick` at every token and `stop` at the end."""
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._first = self._last = 0.0
+        self._tokens = 0
+
+    def tick(self) -> None:
+        self._last = time.monotonic()
+        if not self._tokens:
+            self._first = self._last
+            self._metrics._first_token.observe(self._first - self._arrived)
+        self._tokens += 1
+        self._metrics._new_tokens.inc()
+
+    def stop(self) -> None:
+        if self._tokens > 1:
+            self._metrics._per_token.observe((self._last - self._first) / (self._tokens - 1))

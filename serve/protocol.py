@@ -1,0 +1,227 @@
+"""The requests: OpenAI's fields, checked before any work, each error naming its field."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from sparda_jax.serve.errors import ApiError
+
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1000
+MAX_CHOICES = 128
+
+# Fields that change nothing in the answer's tokens: accepted and ignored.
+IGNORED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "parallel_tool_calls prediction".split()
+)
+# Fields that would change the answer and are not built: only the value that means "off" is accepted.
+_OFF: Mapping[str, Callable[[Any], bool]] = {
+    "tools": lambda v: v == [],
+    "tool_choice": lambda v: v in ("none", "auto"),
+    "functions": lambda v: v == [],
+    "function_call": lambda v: v in ("none", "auto"),
+    "response_format": lambda v: v == {"type": "text"},
+    "logit_bias": lambda v: v == {},
+    "logprobs": lambda v: v is False,
+    "top_logprobs": lambda v: False,
+    "modalities": lambda v: v == ["text"],
+    "audio": lambda v: False,
+    "suffix": lambda v: v == "",
+    "reasoning_effort": lambda v: False,
+    "verbosity": lambda v: False,
+    "web_search_options": lambda v: False,
+    "presence_penalty": lambda v: _is_number(v, 0),
+    "frequency_penalty": lambda v: _is_number(v, 0),
+    "repetition_penalty": lambda v: _is_number(v, 1),
+    "min_p": lambda v: _is_number(v, 0),
+}
+
+
+def _is_number(value: Any, wanted: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == wanted
+
+
+def _fail(message: str) -> PydanticCustomError:
+    return PydanticCustomError("bad_value", "{message}", {"message": message})
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _fail("it holds half of a surrogate pair, which is not text") from None
+    return text
+
+
+def _utf8_inside(value: dict[str, Any]) -> dict[str, Any]:
+    _utf8(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+
+
+def _join_parts(value: Any) -> Any:
+    """Content may be a list of text parts; they are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _fail("it must be a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _fail(f'part {i} must be {{"type": "text", "text": "..."}}; other kinds are not supported')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+def _prompt_list(value: Any) -> Any:
+    """``str | list[str] | list[int] | list[list[int]]`` to a list of prompts."""
+    wrong = _fail("it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise wrong
+    if _is_ids(value):
+        return [value]
+    if all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _is_ids(item) for item in value):
+        return value
+    raise wrong
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """``include_usage`` adds a last chunk with the usage; the other field is accepted and ignored."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What both endpoints take. Extensions of OpenAI's fields: top_k, ignore_eos, return_stats."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: Annotated[
+        list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        BeforeValidator(_stop_list),
+        Field(max_length=MAX_STOPS),
+    ] = []
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    return_stats: bool = False
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """Name and value of the field that limits the new tokens."""
+        return "max_tokens", self.max_tokens
+
+
+class Message(_Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text, BeforeValidator(_join_parts)]
+    name: Text | None = None
+    refusal: None = None
+
+    def for_template(self) -> dict[str, str]:
+        # Templates know OpenAI's newer name of the system role by the older one only.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content} | ({"name": self.name} if self.name is not None else {})
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_utf8_inside)] | None = None
+
+    @property
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().max_tokens_field
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[list[Text] | list[list[int]], BeforeValidator(_prompt_list)]
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1)
+
+
+def parse_request[RequestType: GenerationRequest](kind: type[RequestType], body: bytes) -> RequestType:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400 with the field at fault, for anything that is not a valid request.
+    """
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
+        raise ApiError.bad_field(None, f"the request body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError.bad_field(None, "the request body must be a JSON object", code="invalid_json")
+    data = {name: value for name, value in data.items() if name not in IGNORED}
+    for name in _OFF.keys() & data.keys():
+        value = data.pop(name)
+        if value is not None and not _OFF[name](value):
+            raise ApiError.bad_field(name, f"{name} is not supported by this server", code="unsupported")
+    try:
+        request = kind.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise _field_error(error) from error
+    _check_combinations(request)
+    return request
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError.bad_field("stream_options", "stream_options is allowed only with stream=true")
+    if isinstance(request, CompletionRequest) and (request.best_of or 1) > request.choices_per_prompt:
+        raise ApiError.bad_field("best_of", f"best_of={request.best_of} is not supported; it may not exceed n")
+    if isinstance(request, ChatRequest) and None not in (request.max_tokens, request.max_completion_tokens):
+        raise ApiError.bad_field("max_tokens", "give max_completion_tokens or max_tokens, not both")
+
+
+def _field_error(error: pydantic.ValidationError) -> ApiError:
+    """The first problem, with its field as ``messages[0].role``."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    # Behind the name of a union-typed field stand the union's branches, which mean nothing to a client.
+    location = first["loc"][:1] if first["loc"][0] == "prompt" else first["loc"]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return ApiError.bad_field(param, f"{param} is not a field that this server knows", code="unknown_field")
+    if first["type"] == "missing":
+        return ApiError.bad_field(param, f"{param} is required", code="missing_field")
+    message = first["msg"]
+    return ApiError.bad_field(param, f"{param}: {message[:1].lower()}{message[1:]}", code="invalid_value")
