@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
+from numpy.typing import DTypeLike
 
 from sparda_jax.checkpoint.errors import CheckpointError
 from sparda_jax.checkpoint.weights import open_weights
@@ -20,7 +20,7 @@ def load_model(
     dtype: DTypeLike | None = None,
     forecast: str | Path | None = None,
     require_forecast: bool = False,
-    device: jax.Device | None = None,
+    device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
     check_hashes: bool = False,
 ) -> Decoder:
     """Loads a Hugging Face folder or one that ``python -m sparda_jax.convert`` wrote.

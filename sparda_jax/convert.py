@@ -1,0 +1,104 @@
+"""``python -m sparda_jax.convert SRC DST``: a Hugging Face checkpoint, checked and stored by tensor with orbax."""
+
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sparda_jax.checkpoint.conversion import convert_checkpoint, export_forecast
+from sparda_jax.checkpoint.errors import CheckpointError
+from sparda_jax.checkpoint.manifest import Manifest
+from sparda_jax.checkpoint.verify import verify as verify_logits
+from sparda_jax.config import ConfigError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+_console = Console(stderr=True)
+
+
+def _check_options(dst: Path | None, export: Path | None, verify: bool, overwrite: bool) -> None:
+    if dst is None and export is None:
+        raise CheckpointError("there is nothing to do: give DST, the folder to write, or --export-forecast FILE")
+    if dst is None and verify:
+        raise CheckpointError("--verify compares SRC with what is converted from it, so it needs DST")
+    if export is not None and export.suffix != ".safetensors":
+        raise CheckpointError(f"--export-forecast {export} has to end in .safetensors")
+    if export is not None and export.exists() and not overwrite:
+        raise CheckpointError(f"{export} exists; give another name, or --overwrite to replace it")
+
+
+def _convert(src: Path, dst: Path, forecast: Path | None, verify: bool, overwrite: bool) -> Manifest:
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+
+    def check(folder: Path) -> None:
+        with Progress(text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console) as bar:
+            task = bar.add_task("verify")
+            result = verify_logits(src, folder, progress=lambda d, t: bar.update(task, completed=d, total=t))
+        typer.echo(str(result))
+
+    with Progress(*columns, console=_console) as bar:
+        task = bar.add_task("convert")
+
+        def checked(folder: Path) -> None:
+            bar.stop()
+            check(folder)
+
+        return convert_checkpoint(
+            src,
+            dst,
+            forecast=forecast,
+            overwrite=overwrite,
+            check=checked if verify else None,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _summary(dst: Path, manifest: Manifest) -> str:
+    lines = [f"{dst}: {len(manifest.tensors)} tensors, every one accounted for"]
+    if manifest.dropped:
+        lines.append(f"left out (not needed): {', '.join(manifest.dropped)}")
+    if manifest.forecast is None:
+        lines.append("no Forecast: mode sparse works, mode sparda needs one (--forecast FILE)")
+    else:
+        lines.append(f"Forecast from {manifest.forecast['file']}")
+        if manifest.forecast["zero_filled"]:
+            lines.append(f"filled with zeros (nothing reads it): {', '.join(manifest.forecast['zero_filled'])}")
+        if manifest.forecast["ignored"]:
+            lines.append(f"ignored in the Forecast's file: {', '.join(manifest.forecast['ignored'])}")
+    return "\n".join(lines)
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(help="Hugging Face folder (or, to export only, a converted one).")],
+    dst: Annotated[Path | None, typer.Argument(help="Folder to write.")] = None,
+    forecast: Annotated[Path | None, typer.Option(help="Forecast weights: .pt or .safetensors.")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export-forecast", help="Write the Forecast as FILE.safetensors with a JSON sidecar."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare logits and hashes before DST gets its name.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote.")] = False,
+) -> None:
+    """Convert a Hugging Face checkpoint (safetensors, .bin or .pt), and import or export a Forecast."""
+    try:
+        _check_options(dst, export, verify, overwrite)
+        if dst is not None:
+            typer.echo(_summary(dst, _convert(src, dst, forecast, verify, overwrite)))
+        if export is not None:
+            export_forecast(src, export, forecast=forecast, overwrite=overwrite)
+            typer.echo(f"{export}: the Forecast, with its sparse_config in {export.with_suffix('.json').name}")
+    except (CheckpointError, ConfigError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    # Conversion is host work: leave an accelerator to whatever else runs there.
+    jax.config.update("jax_platforms", "cpu")
+    app()
