@@ -70,7 +70,7 @@ class Handler:
                 self._tokenizer.encode_chat, messages, arguments=body.chat_template_kwargs or {}
             )
         except ReservedArgumentError as error:
-            raise ApiError.bad_field("chat_template_kwargs", str(error)) from error
+            raise ApiError.bad_field("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
         except ChatTemplateError as error:
             raise ApiError.bad_field("messages", str(error)) from error
         return await self._respond(request, body, ChatShape(), [_Prompt(ids=ids)])

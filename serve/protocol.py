@@ -216,8 +216,8 @@ def _check_combinations(request: GenerationRequest) -> None:
 def _field_error(error: pydantic.ValidationError) -> ApiError:
     """The first problem, with its field as ``messages[0].role``."""
     first = error.errors(include_url=False, include_input=False)[0]
-    # Behind the name of a union-typed field stand the union's branches, which mean nothing to a client.
-    location = first["loc"][:1] if first["loc"][0] == "prompt" else first["loc"]
+    # These two are turned into lists first, so what stands behind their names may mean nothing to the client.
+    location = first["loc"][:1] if first["loc"][0] in ("prompt", "stop") else first["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if first["type"] == "extra_forbidden":
         return ApiError.bad_field(param, f"{param} is not a field that this server knows", code="unknown_field")

@@ -167,7 +167,7 @@ def test_echo_repeats_the_prompt_outside_of_the_stop_search(client: openai.OpenA
 def test_text_parts_and_the_developer_role(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": "the number?"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
-    answer = client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=MODEL, messages=messages)
     as_text = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is\nthe number?"}]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode_chat(as_text))

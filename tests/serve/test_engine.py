@@ -1,0 +1,275 @@
+"""The engine thread: turns, limits, cancelling, failures, health, draining."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.serve.engine import (
+    Engine,
+    EngineError,
+    EngineUnavailable,
+    FatalError,
+    QueueFull,
+    RequestRejected,
+    TokenEvent,
+    TokenStream,
+)
+from tests.serve.fakes import CHUNK, TOKENIZER, FakeRunner, running_engine
+
+HELLO = TOKENIZER.encode("hello")
+
+
+def with_engine(test: Callable[[Engine], Awaitable[None]], runner: FakeRunner, **options: Any) -> None:
+    async def run() -> None:
+        with running_engine(runner, **options) as engine:
+            await ready(engine)
+            await test(engine)
+
+    asyncio.run(run())
+
+
+async def ready(engine: Engine) -> None:
+    await until_status(engine, "ready")
+
+
+async def until_status(engine: Engine, status: str) -> None:
+    for _ in range(2000):
+        if (await engine.health()).status == status:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"never {status}: {await engine.health()}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition never came true")
+
+
+async def collect(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+def params(max_tokens: int = 20) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
+
+
+def test_events_of_one_sequence() -> None:
+    async def test(engine: Engine) -> None:
+        events = await collect(await engine.submit(HELLO, params()))
+        assert TOKENIZER.decode([event.token_id for event in events]) == "hello there"
+        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+        assert events[-1].is_end
+        events = await collect(await engine.submit(HELLO, params(2), with_stats=True))
+        assert [event.finish_reason for event in events] == [None, "length"]
+        assert not events[-1].is_end
+        assert [event.stats["decode"]["tokens"] for event in events if event.stats] == [1, 2]
+        events = await collect(await engine.submit(HELLO, params(50), ignore_eos=True))
+        assert len(events) == 50
+
+    with_engine(test, FakeRunner())
+
+
+def test_a_sequence_ends_where_the_context_ends() -> None:
+    async def test(engine: Engine) -> None:
+        events = await collect(await engine.submit(HELLO, params(1000), ignore_eos=True))
+        assert len(events) == 30 - len(HELLO)
+        assert events[-1].finish_reason == "length"
+
+    with_engine(test, FakeRunner(max_model_len=30))
+
+
+def test_active_sequences_take_turns_so_a_short_one_overtakes_a_long_prefill() -> None:
+    runner = FakeRunner(max_model_len=10_000)
+
+    async def test(engine: Engine) -> None:
+        runner.hold = threading.Event()
+        long = await engine.submit([70] * (CHUNK * 100), params(1))
+        short = await engine.submit(HELLO, params(3))
+        runner.hold.set()
+        assert len(await collect(short)) == 3
+        assert len(await collect(long)) == 1
+        first = runner.log[0]
+        turns = [i for i, sequence in enumerate(runner.log) if sequence is not first]
+        # One step of the other each time, whether or not the long one had a first turn to itself.
+        assert turns in ([1, 3, 5], [2, 4, 6])
+
+    with_engine(test, runner, max_active=2)
+
+
+def test_admission_is_first_come_first_served_and_limited() -> None:
+    runner = FakeRunner()
+
+    async def test(engine: Engine) -> None:
+        runner.hold = threading.Event()
+        streams = [await engine.submit(HELLO, params(2)) for _ in range(4)]
+        await until(lambda: engine.stats().running == 2)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.max_active, stats.max_queue) == (2, 2, 2, 2)
+        with pytest.raises(QueueFull, match="2 requests are waiting"):
+            await engine.submit(HELLO, params(2))
+        streams[3].cancel()  # a place in the queue is free again
+        streams[3] = await engine.submit(HELLO, params(2))
+        runner.hold.set()
+        assert [len(await collect(stream)) for stream in streams] == [2] * 4
+        order = list(dict.fromkeys(map(id, runner.log)))
+        assert len(order) == 4
+        assert {id(sequence) for sequence in runner.log[:4]} == set(order[:2])  # two run to their end before a third
+
+    with_engine(test, runner, max_active=2, max_queue=2)
+
+
+def test_a_cancelled_sequence_makes_no_further_step() -> None:
+    runner = FakeRunner(max_model_len=10_000)
+
+    async def test(engine: Engine) -> None:
+        runner.hold = threading.Event()
+        stream = await engine.submit(HELLO, SamplingParams(max_tokens=5000), ignore_eos=True)
+        await until(lambda: len(runner.log) == 1)
+        stream.cancel()
+        runner.hold.set()
+        assert len(await collect(await engine.submit(HELLO, params(3)))) == 3
+        assert sum(sequence is runner.log[0] for sequence in runner.log) == 1
+        assert engine.stats().running == 0
+
+    with_engine(test, runner, max_active=1)
+
+
+def test_failures_end_only_their_own_sequence() -> None:
+    async def test(engine: Engine) -> None:
+        bad = await engine.submit(TOKENIZER.encode("this fails"), params())
+        good = await engine.submit(HELLO, params())
+        with pytest.raises(EngineError, match="RuntimeError: a device said no"):
+            await collect(bad)
+        assert (await collect(good))[-1].finish_reason == "stop"
+        with pytest.raises(RequestRejected, match="prompt is one"):
+            await collect(await engine.submit(TOKENIZER.encode("refused"), params()))
+        assert (await engine.health()).ok
+
+    with_engine(test, FakeRunner())
+
+
+def test_requests_that_all_fail_make_the_engine_unhealthy_until_one_works() -> None:
+    runner = FakeRunner()
+
+    async def test(engine: Engine) -> None:
+        for _ in range(3):
+            with pytest.raises(EngineError):
+                await collect(await engine.submit(TOKENIZER.encode("fatal"), params()))
+        assert (await engine.health()).status == "failing"
+        await collect(await engine.submit(HELLO, params()))
+        assert (await engine.health()).status == "ready"
+
+    with_engine(test, runner)
+
+
+def test_a_fatal_error_ends_the_engine_and_every_request() -> None:
+    runner = FakeRunner()
+    runner.fatal = lambda: FatalError("the pool is gone")
+    seen: list[BaseException] = []
+
+    async def test(engine: Engine) -> None:
+        runner.hold = threading.Event()
+        streams = [await engine.submit(ids, params()) for ids in (HELLO, TOKENIZER.encode("fatal"), HELLO)]
+        runner.hold.set()
+        for stream in streams:
+            with pytest.raises(EngineUnavailable, match="the pool is gone"):
+                await collect(stream)
+        health = await engine.health()
+        assert (health.ok, health.status) == (False, "dead")
+        assert "the pool is gone" in health.detail
+        with pytest.raises(EngineUnavailable, match="the pool is gone"):
+            await engine.submit(HELLO, params())
+        await until(lambda: bool(seen))
+        assert isinstance(seen[0], FatalError)
+
+    with_engine(test, runner, max_active=2, on_failure=seen.append)
+
+
+def test_a_step_without_end_is_a_stuck_engine() -> None:
+    runner = FakeRunner()
+
+    async def test(engine: Engine) -> None:
+        runner.hold = threading.Event()
+        stream = await engine.submit(HELLO, params())
+        await until(lambda: len(runner.log) == 1)
+        assert (await engine.health()).status == "ready"  # busy, but not for long yet
+        await until_status(engine, "stuck")
+        runner.hold.set()
+        await until_status(engine, "ready")
+        await collect(stream)
+
+    with_engine(test, runner, stuck_seconds=0.2)
+
+
+def test_nothing_is_taken_before_the_warm_up_is_done() -> None:
+    async def run() -> None:
+        warm = threading.Event()
+
+        def warm_up() -> None:
+            assert warm.wait(30)
+
+        with running_engine(FakeRunner(), warm_up=warm_up) as engine:
+            assert (await engine.health()).status == "starting"
+            with pytest.raises(EngineUnavailable, match="starting"):
+                await engine.submit(HELLO, params())
+            warm.set()
+            await ready(engine)
+
+    asyncio.run(run())
+
+
+def test_a_failed_warm_up_is_a_dead_engine() -> None:
+    def fails() -> None:
+        raise MemoryError("no room")
+
+    async def run() -> None:
+        with running_engine(FakeRunner(), warm_up=fails) as engine:
+            await until_status(engine, "dead")
+            assert "no room" in (await engine.health()).detail
+
+    asyncio.run(run())
+
+
+def test_draining_lets_requests_finish() -> None:
+    runner = FakeRunner()
+
+    async def test(engine: Engine) -> None:
+        runner.step_seconds = 0.01
+        streams = [await engine.submit(HELLO, params()) for _ in range(3)]
+        draining = asyncio.create_task(engine.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await engine.submit(HELLO, params())
+        assert (await engine.health()).status == "draining"
+        for stream in streams:
+            assert (await collect(stream))[-1].finish_reason == "stop"
+        assert await draining
+
+    with_engine(test, runner, max_active=1)
+
+
+def test_draining_has_a_limit() -> None:
+    runner = FakeRunner(max_model_len=10_000)
+
+    async def test(engine: Engine) -> None:
+        runner.step_seconds = 0.01
+        stream = await engine.submit(HELLO, SamplingParams(max_tokens=5000), ignore_eos=True)
+        assert not await engine.drain(0.1)
+        with pytest.raises(EngineUnavailable, match=r"shut down before this request was done \(0.1 s\)"):
+            await collect(stream)
+
+    with_engine(test, runner)
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_active=0"):
+        Engine(FakeRunner(), eos_token_ids=[], max_active=0)
+    with pytest.raises(ValueError, match="max_queue=-1"):
+        Engine(FakeRunner(), eos_token_ids=[], max_queue=-1)
