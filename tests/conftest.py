@@ -1,8 +1,12 @@
 """Options and fixed conditions for the whole test run: CPU unless --gpu is given, reproducible property tests."""
 
 import jax
+import jaxtyping
 import pytest
 from hypothesis import settings
+
+# In tests the annotated shapes and dtypes of the operations are checked on every call. This must precede their import.
+jaxtyping.install_import_hook("sparda_jax.pallas_kernels", "beartype.beartype")
 
 settings.register_profile("sparda", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("sparda")

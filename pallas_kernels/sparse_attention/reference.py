@@ -9,7 +9,7 @@ def masked_attention(
     q: Float[Array, "batch q_len kv_heads group head_dim"],
     k: Float[Array, "batch kv_heads kv_len head_dim"],
     v: Float[Array, "batch kv_heads kv_len head_dim"],
-    allowed: Bool[Array, "batch kv_heads q_len kv_len"],
+    allowed: Bool[Array, "batch #kv_heads q_len kv_len"],
     stored: Bool[Array, "batch kv_heads kv_len"],
 ) -> Float[Array, "batch q_len kv_heads group head_dim"]:
     """``softmax(q . k / sqrt(head_dim) | allowed) v``: float32 scores and sums, probabilities rounded to v's dtype.
