@@ -1,7 +1,8 @@
 """Training batches made on the fly: text and recall documents packed into windows, with a loss weight for every target.
 
-Batch `step` of a configuration is a function of (seed, seq_len, step) alone, so it is the same for any number of workers and
-training can go on from any step. `python -m sparda_jax.pretrain.batches --data .data/pretrain` measures the speed.
+Batch `step` of a configuration is a function of (seed, stage, seq_len, step) alone, so it is the same for any number of
+workers and training can go on from any step. `python -m sparda_jax.pretrain.batches --data .data/pretrain` measures
+the speed.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class StreamConfig:
         seq_len: tokens that the model reads per row; a row holds one more.
         batch_size: rows.
         seed: random seed.
+        stage: number of the stage; stages of the same seed and seq_len get different batches.
         text_fraction: share of rows that are plain text.
         long_fraction: share of the recall rows that one long document fills; the others hold several short ones.
         weights: loss weights.
@@ -63,6 +65,7 @@ class StreamConfig:
     seq_len: int
     batch_size: int
     seed: int
+    stage: int = 0
     text_fraction: float = 0.5
     long_fraction: float = 0.5
     weights: LossWeights = field(default_factory=LossWeights)
@@ -78,7 +81,7 @@ class StreamConfig:
 
 
 class Batch(TypedDict):
-    """Tokens and the weight of predicting each but the first: `loss_weights[:, t]` belongs to the target `tokens[:, t + 1]`."""
+    """Tokens and the weight of predicting them: `loss_weights[:, t]` belongs to the target `tokens[:, t + 1]`."""
 
     tokens: Int32[np.ndarray, "batch seq_len_plus_one"]
     loss_weights: Float32[np.ndarray, "batch seq_len"]
@@ -112,7 +115,7 @@ class TrainingStream:
 
     def rows(self, config: StreamConfig, step: int) -> _Rows:
         """Token ids and token kinds of batch number `step`, both [batch_size, seq_len + 1]."""
-        rng = np.random.default_rng([config.seed, config.seq_len, step])
+        rng = np.random.default_rng([config.seed, config.stage, config.seq_len, step])
         width = config.seq_len + 1
         tokens = np.zeros((config.batch_size, width), np.uint16)
         kinds = np.full((config.batch_size, width), PAD_KIND, np.uint8)
@@ -141,7 +144,7 @@ class TrainingStream:
         *,
         one_long: bool,
     ) -> None:
-        """Recall documents until no further one fits, then the beginning of a text. No key occurs twice in the window."""
+        """Recall documents until none fits any more, then the beginning of a text; no key twice in the window."""
         taken: set[str] = set()
         filled = 0
         while tokens.size - filled >= SHORTEST_DOCUMENT:
@@ -181,8 +184,8 @@ def _work(config: StreamConfig, step: int) -> _Rows:
 class BatchPool:
     """Makes batches in worker processes, a few ahead; use it as a context manager.
 
-    The workers are spawned, so the main module must be importable without side effects, as `multiprocessing` asks for. They load
-    their data once and serve any number of configurations.
+    The workers are spawned, so the main module must be importable without side effects, as `multiprocessing` asks for.
+    They load their data once and serve any number of configurations.
 
     Args:
         folder: what `prepare` wrote.

@@ -1,8 +1,10 @@
 """What recall documents are about, as text: the needles, the questions, the answers (no tokens yet).
 
-RULER's wording and layouts are those of its `niah` and `variable_tracking` tasks; key-value lookup follows "Lost in the Middle".
+RULER's wording and layouts are those of its `niah` and `variable_tracking` tasks; key-value lookup follows "Lost in
+the Middle".
 """
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 
@@ -24,7 +26,7 @@ _ANSWERS_SHARE = 0.5
 _MOST_QUESTIONS = 48
 _NEEDLES_SHARE = 0.4
 _EXCHANGE_TOKENS, _NEEDLE_TOKENS, _PAIR_TOKENS, _UUID_TOKENS = 64, 20, 12, 34
-"""About what a question with its answer, a needle, a key-value line and a uuid take; only used to plan how many there are."""
+"""About what a question with its answer, a needle, a key-value line and a uuid take; only for planning counts."""
 _LONGEST_COPY = 1024
 
 _JSON_PREAMBLE = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
@@ -242,7 +244,7 @@ class ContentSampler:
         for i in range(spec.num_facts):
             value = self._facts.unused(lambda: self._facts.number(rng, 5), taken)
             names = [self._facts.unused(lambda: self._facts.variable(rng), taken) for _ in range(spec.num_values)]
-            links = [f"VAR {later} = VAR {earlier}{end}" for earlier, later in zip(names, names[1:], strict=False)]
+            links = [f"VAR {later} = VAR {earlier}{end}" for earlier, later in itertools.pairwise(names)]
             groups.append((f"VAR {names[0]} = {value}{end}", *links))
             if spec.ruler or rng.random() < 0.5:
                 question = f"Question: Find all variables that are assigned the value {value} in the text above."

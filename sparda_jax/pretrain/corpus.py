@@ -1,7 +1,8 @@
 """Freely licensed English from Debian packages: download, clean, split into documents, hold out one per cent.
 
-`python -m sparda_jax.pretrain.corpus --out DIR` (Debian, `apt-get update` done before) writes `documents.jsonl`, one document per
-line with its source, licence and split, and `manifest.json` with package versions, licences, sizes and hashes.
+`python -m sparda_jax.pretrain.corpus --out DIR` (Debian, `apt-get update` done before) writes `documents.jsonl`, one
+document per line with its source, licence and split, and `manifest.json` with package versions, licences, sizes and
+hashes.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sparda_jax.pretrain.readers import READERS, is_prose
 from sparda_jax.pretrain.sources import SOURCES, Source
@@ -38,7 +40,8 @@ def download(package: str, cache: Path) -> tuple[Path, str]:
 
     Args:
         package: Debian package name.
-        cache: folder for the .deb files (`debs/`) and the unpacked trees (`unpacked/`); what is there is not fetched again.
+        cache: folder for the .deb files (`debs/`) and the unpacked trees (`unpacked/`); what is there is not fetched
+            again.
 
     Returns:
         The folder of the unpacked package, and the package's version.
@@ -109,7 +112,7 @@ def _thinned(texts: list[str], limit_bytes: int) -> list[str]:
     return [text for i, text in enumerate(texts) if i in kept]
 
 
-def collect(out: Path, cache: Path) -> dict[str, object]:
+def collect(out: Path, cache: Path) -> dict[str, Any]:
     """Builds `documents.jsonl` and `manifest.json` in `out` from all `SOURCES`, and returns the manifest."""
     out.mkdir(parents=True, exist_ok=True)
     seen: Counter[bytes] = Counter()
@@ -126,20 +129,20 @@ def collect(out: Path, cache: Path) -> dict[str, object]:
                 stream.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
             size = sum(len(text.encode()) for text in texts)
             rows.append(
-                dict(
-                    package=source.package,
-                    version=version,
-                    licence=source.licence,
-                    documents=len(texts),
-                    bytes=size,
-                    sha256=digest.hexdigest(),
-                )
+                {
+                    "package": source.package,
+                    "version": version,
+                    "licence": source.licence,
+                    "documents": len(texts),
+                    "bytes": size,
+                    "sha256": digest.hexdigest(),
+                }
             )
             print(
                 f"{source.package:28} {version:28} {len(texts):6} documents {size / 1e6:7.2f} MB  {source.licence}",
                 flush=True,
             )
-    manifest: dict[str, object] = {"bytes": sum(row["bytes"] for row in rows), "packages": rows}
+    manifest: dict[str, Any] = {"bytes": sum(row["bytes"] for row in rows), "packages": rows}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 

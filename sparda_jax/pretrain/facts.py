@@ -175,7 +175,8 @@ class FactSampler:
         else:
             key = self.unused(lambda: self.key(rng, wording.key_type), taken)
         # Few cities and people exist: two facts may share one, a single fact may not name it twice.
-        scarce = value_type[0] in ("city", "person")
-        within = set() if scarce else taken
-        values = tuple(self.unused(lambda: self.value(rng, value_type[0]), within) for _ in range(num_values))
-        return Fact(wording=wording, noun=value_type[1], key=key, values=values)
+        kind, noun = value_type
+        scarce = kind in ("city", "person")
+        within: set[str] = set() if scarce else taken
+        values = tuple(self.unused(lambda: self.value(rng, kind), within) for _ in range(num_values))
+        return Fact(wording=wording, noun=noun, key=key, values=values)

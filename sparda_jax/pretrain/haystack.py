@@ -1,8 +1,8 @@
 """Filler text as token ids: prose from the corpus, RULER's repeated noise, shuffled words.
 
-Documents are assembled from pieces that were tokenized apart. That gives exactly the ids of the joined text as long as a piece
-begins with white space (or with punctuation after a letter or digit) and no piece ends with white space: the pre-tokenizer always
-splits there, and byte-pair merges never cross its splits. Every cut below keeps to that rule.
+Documents are assembled from pieces that were tokenized apart. That gives exactly the ids of the joined text as long as
+a piece begins with white space (or with punctuation after a letter or digit) and no piece ends with white space: the
+pre-tokenizer always splits there, and byte-pair merges never cross its splits. Every cut below keeps to that rule.
 """
 
 import lzma
@@ -99,7 +99,7 @@ class TokenCorpus:
         return np.load(path, mmap_mode="r")
 
     def prose(self, rng: np.random.Generator, length: int) -> Haystack:
-        """Running text from random line starts, at most `length` tokens, ended at a sentence; documents are joined by newlines."""
+        """Text from random line starts, at most `length` tokens, ended at a sentence; newlines join documents."""
         ids, cuts = self._run(rng, length)
         while True:  # a run ends early only at the end of the corpus
             room = length - ids.size - 1

@@ -3,7 +3,8 @@
 `python -m sparda_jax.pretrain.prepare --out .data/pretrain` writes
 
 * `tokenizer/`: the Hugging Face tokenizer files,
-* `train.npy`, `eval.npy`: uint16 token ids, `<s> document </s>` after `<s> document </s>`, documents shuffled; the same packed
+* `train.npy`, `eval.npy`: uint16 token ids, `<s> document </s>` after `<s> document </s>`, documents shuffled; the
+  same packed
   as `.npy.xz`, less than half as large, which is enough to train from,
 * `manifest.json`: packages, versions, licences, sizes, hashes.
 """

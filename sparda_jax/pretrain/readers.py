@@ -1,6 +1,7 @@
 """Readers that turn the files of a Debian package into clean paragraphs of English, with the standard library only.
 
-Each reader takes the folder of an unpacked package and its files and yields documents, a document being a list of paragraphs.
+Each reader takes the folder of an unpacked package and its files and yields documents, a document being a list of
+paragraphs.
 """
 
 import gzip
@@ -45,7 +46,7 @@ def clean(text: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """True for a sentence-like paragraph: 40 characters or more, mostly letters and spaces, few non-ASCII characters."""
+    """True for a sentence-like paragraph: 40 characters or more, mostly letters and spaces, nearly all ASCII."""
     if len(paragraph) < 40:
         return False
     letters = sum(c.isalpha() or c == " " for c in paragraph)
@@ -129,7 +130,7 @@ def _read_pod(root: Path, files: list[Path]) -> Iterator[Paragraphs]:
 
 
 def _read_bible(root: Path, files: list[Path]) -> Iterator[Paragraphs]:
-    """The package's data file is compressed in a format of its own; the sibling package `bible-kjv` holds the program that reads it."""
+    """The data file has a compressed format of its own; the package `bible-kjv` holds the program that reads it."""
     program = root.parent / "bible-kjv" / "usr" / "bin" / "bible"
     command = [str(program), "-l9999", "-p", str(files[0].parent), "gen1:1-rev22:21"]
     output = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True).stdout

@@ -1,7 +1,7 @@
 """The Debian packages that the text of the bundled model comes from, with their licences.
 
-Every package is in Debian main, so it meets the Debian Free Software Guidelines; the licence named here is the one that the
-package's copyright file gives for the text that is taken.
+Every package is in Debian main, so it meets the Debian Free Software Guidelines; the licence named here is the one
+that the package's copyright file gives for the text that is taken.
 """
 
 from dataclasses import dataclass

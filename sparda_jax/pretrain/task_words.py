@@ -1,6 +1,7 @@
 """Words that recall tasks are made of, in a training and an evaluation part that share no word.
 
-Nouns and adjectives are the frequent ones of WordNet 3.0 and some names of things; the split is by hash, one word in ten for evaluation.
+Nouns and adjectives are the frequent ones of WordNet 3.0 and some names of things; the split is by hash, one word in
+ten for evaluation.
 """
 
 import hashlib

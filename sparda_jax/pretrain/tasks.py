@@ -1,8 +1,10 @@
-"""Recall documents as token ids: needles put into filler, answers marked token by token, and held-out prompts for evaluation.
+"""Recall documents as token ids: needles put into filler, answers marked token by token, and held-out prompts for
+evaluation.
 
-A document is drawn from a numpy Generator, so that a seed gives the same document everywhere. Through the chat template the first
-user message holds document and question and the assistant's message the answer; further questions follow as further turns.
-Plain-style documents follow RULER's layout for base models. See `haystack` for why pieces tokenized apart give the joined text's ids.
+A document is drawn from a numpy Generator, so that a seed gives the same document everywhere. Through the chat
+template the first user message holds document and question and the assistant's message the answer; further questions
+follow as further turns. Plain-style documents follow RULER's layout for base models. See `haystack` for why pieces
+tokenized apart give the joined text's ids.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from sparda_jax.pretrain.task_words import word_lists
 from sparda_jax.pretrain.tokenizer_training import BOS_ID, EOS_ID, IM_END_ID
 
 PAD_KIND, TEXT_KIND, NOISE_KIND, PROMPT_KIND, ANSWER_KIND, VALUE_KIND = range(6)
-"""What a token is: padding, prose, meaningless filler, template or question or needle, answer around the values, value."""
+"""What a token is: padding, prose, meaningless filler, template, question or needle, answer around values, value."""
 
 SHORTEST_DOCUMENT = 96
 EVAL_KINDS = ("single", "multikey", "multivalue", "multiquery", "keyvalue", "tracking")
@@ -142,7 +144,7 @@ class _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A question and its answer as ids, the groups of needles that it needs, and what it takes with the template around it."""
+    """A question and its answer as ids, the groups of needles they need, and their tokens, template included."""
 
     question: list[int]
     answer: list[tuple[list[int], bool]]
@@ -263,7 +265,7 @@ class RecallTasks:
         document = self.build(rng, spec)
         messages = []
         for turn in document.turns[:-1]:
-            content = self.tokenizer.decode(document.ids[turn.start : turn.stop], skip_special_tokens=False)
+            content = self.tokenizer.decode(document.ids[turn.start : turn.stop].tolist(), skip_special_tokens=False)
             messages.append({"role": turn.role, "content": content})
         return EvalPrompt(
             messages=messages,
@@ -359,7 +361,8 @@ def _place(
     """Draws where the needles go: uniform in depth, snapped to a cut.
 
     Returns:
-        Needles in the order of the text, their positions in the filler (all 0 without filler), and depths in the order of `groups`.
+        Needles in the order of the text, their positions in the filler (all 0 without filler), and depths in the order
+        of `groups`.
     """
     needles = [needle for group in groups.values() for needle in group]
     wanted = rng.random(len(needles))

@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizer of the bundled model, and its Hugging Face files.
 
-Digits are split off one by one before byte-level BPE, so that a number is the same token ids wherever it stands: after a space
-(which is then a token of its own), a colon, a newline or nothing. Every UTF-8 string survives a round trip.
+Digits are split off one by one before byte-level BPE, so that a number is the same token ids wherever it stands: after
+a space (which is then a token of its own), a colon, a newline or nothing. Every UTF-8 string survives a round trip.
 
 `python -m sparda_jax.pretrain.tokenizer_training --documents .data/corpus/documents.jsonl --out DIR`
 """
@@ -28,7 +28,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML. It writes the beginning-of-sequence token itself, so its output is tokenized with `add_special_tokens=False`."""
+"""ChatML. It writes the beginning-of-sequence token itself, so its output is tokenized with
+`add_special_tokens=False`."""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -67,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> To
     return tokenizer
 
 
-def save_hf_files(tokenizer: Tokenizer, folder: Path, *, model_max_length: int = 8192) -> None:
+def save_hf_files(tokenizer: Tokenizer, folder: Path, *, model_max_length: int = 16384) -> None:
     """Writes tokenizer.json, tokenizer_config.json, special_tokens_map.json and generation_config.json.
 
     Args:
@@ -79,7 +80,8 @@ def save_hf_files(tokenizer: Tokenizer, folder: Path, *, model_max_length: int =
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     added = {
-        str(index): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+        str(index): {"content": token, "special": True}
+        | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
         for index, token in enumerate(SPECIAL_TOKENS)
     }
     config = {
