@@ -46,7 +46,9 @@ find_python() {
 # jax[cuda13] needs driver 580 or newer, jax[cuda12] 525 or newer.
 accelerator() {
   local version major
-  version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null </dev/null | head -n 1) || version=
+  # One line per GPU. Read whole: cut off by a pipe, nvidia-smi would count as failed.
+  version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null </dev/null) || version=
+  version=${version%%$'\n'*}
   major=${version%%.*}
   case $major in
     '' | *[!0-9]*) echo base ;;

@@ -263,6 +263,16 @@ def test_readme_flags_exist(module: str) -> None:
     assert used <= offered, f"README names options that {module} does not have: {used - offered}"
 
 
+def test_readme_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """README's Python code, word for word, with the bundled model in place of the one that a reader would have."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1
+    code, replaced = re.subn(r'from_pretrained\("[^"]*", ', "from_pretrained(", blocks[0])
+    assert replaced == 1
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_readme_links_lead_somewhere() -> None:
     for name in ("README.md", "CONTRIBUTING.md"):
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / name).read_text())

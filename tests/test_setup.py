@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # What the script itself needs; the rest of PATH is the test's own folder.
-TOOLS = ("bash", "dirname", "head")
+TOOLS = ("bash", "dirname")
 
 
 @pytest.fixture
