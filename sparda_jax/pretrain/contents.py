@@ -166,7 +166,7 @@ class ContentSampler:
             questions = [Question(exchange=ask_all([facts[i]]), groups=(i,)) for i in indices]
         elif spec.kind == "multiquery":
             size = spec.num_values
-            parts = [tuple(range(i, i + size)) for i in range(0, len(facts), size)]
+            parts = [tuple(range(i, i + size)) for i in range(0, len(facts) - size + 1, size)]
             questions = [Question(exchange=ask_all([facts[i] for i in part]), groups=part) for part in parts]
         else:
             questions = [
@@ -190,19 +190,21 @@ class ContentSampler:
     def _draw_facts(
         self, rng: np.random.Generator, spec: TaskSpec, taken: set[str], wordings: list[Wording]
     ) -> list[Fact]:
-        count = spec.num_facts * (spec.num_values if spec.kind == "multiquery" else 1)
+        per_fact = spec.num_values if spec.kind == "multivalue" else 1
+        per_question = spec.num_values if spec.kind == "multiquery" else 1
+        count = spec.num_facts * per_question
         value_type = spec.value_type
         if len(wordings) == 1 and value_type is None:
             value_type = wordings[0].value_types[rng.integers(len(wordings[0].value_types))]
         if spec.filler == ALL_NEEDLES:
             per_needle = _NEEDLE_TOKENS + (_UUID_TOKENS if value_type and value_type[0] == "uuid" else 0)
-            count = max(2, (spec.length - _EXCHANGE_TOKENS) // per_needle)
+            count = max(2, per_question, (spec.length - _EXCHANGE_TOKENS) // (per_needle * per_fact))
         return [
             self._facts.fact(
                 rng,
                 wordings[i % len(wordings)],
                 taken,
-                num_values=spec.num_values if spec.kind == "multivalue" else 1,
+                num_values=per_fact,
                 word_key=spec.ruler,
                 value_type=value_type,
             )

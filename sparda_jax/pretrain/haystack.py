@@ -57,7 +57,8 @@ class TokenCorpus:
         size = tokenizer.get_vocab_size()
         if tokens.size == 0 or int(tokens.max()) >= size:
             raise ValueError(
-                f"tokens: ids must be below the vocabulary size {size} and there must be some; {tokens.size} given"
+                f"tokens: {tokens.size} ids given, not all below the tokenizer's vocabulary size {size}; "
+                "tokenize the corpus with this tokenizer"
             )
         self.tokens = tokens
         self.newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
