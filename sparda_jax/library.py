@@ -114,7 +114,8 @@ class SparDA:
         Args:
             prompts: texts, lists of token ids, or lists of chat messages; a single text is a batch of one.
             max_new_tokens: new tokens at most, per prompt.
-            temperature, top_p, top_k, seed: as :class:`~sparda_jax.sampling.SamplingParams`; prompt i gets ``seed + i``.
+            temperature, top_p, top_k: see :class:`~sparda_jax.sampling.SamplingParams`.
+            seed: prompt i is sampled with ``seed + i``.
             return_stats: fill :attr:`Generation.stats`.
 
         Raises:

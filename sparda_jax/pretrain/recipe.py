@@ -67,13 +67,13 @@ class Recipe:
     """Optimiser and schedule: AdamW, linear warm-up, cosine decay."""
 
     phases: tuple[Phase, ...] = (
-        Phase(seq_len=512, tokens=60),
-        Phase(seq_len=2048, tokens=110),
-        Phase(seq_len=4096, tokens=90),
-        Phase(seq_len=8192, tokens=50),
-        Phase(seq_len=4096, tokens=50, sparse_every=(4, 5)),
-        Phase(seq_len=8192, tokens=60, sparse_every=(4, 5)),
-        Phase(seq_len=16384, tokens=10, sparse_every=(1, 2)),
+        Phase(seq_len=512, tokens=80),
+        Phase(seq_len=2048, tokens=150),
+        Phase(seq_len=4096, tokens=120),
+        Phase(seq_len=8192, tokens=70),
+        Phase(seq_len=4096, tokens=70, sparse_every=(4, 5)),
+        Phase(seq_len=8192, tokens=70, sparse_every=(4, 5)),
+        Phase(seq_len=16384, tokens=20, sparse_every=(1, 2)),
     )
     batch_tokens: int = 65536
     peak_learning_rate: float = 2e-3

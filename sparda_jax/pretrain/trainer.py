@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pretrain.attention import dense_attention, sparse_attention
 from sparda_jax.pretrain.recipe import Phase, Recipe
 
-Batch = dict[str, np.ndarray]
+Batch = Mapping[str, np.ndarray]
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +128,7 @@ def _on_device(batches: Iterable[Batch]) -> Iterator[dict[str, Array]]:
 def train(
     config: ModelConfig,
     recipe: Recipe,
-    batches_of: Callable[[Phase, int], Iterable[Batch]],
+    batches_of: Callable[[Phase, int, int], Iterable[Batch]],
     *,
     dtype: jnp.dtype,
     report: Callable[[dict[str, Any]], None],
@@ -137,7 +137,7 @@ def train(
     """Runs all phases.
 
     Args:
-        batches_of: (phase, number of steps) -> that many batches of ``tokens [batch, seq_len + 1]`` and
+        batches_of: (phase, first step, number of steps) -> that many batches of ``tokens [batch, seq_len + 1]`` and
             ``loss_weights [batch, seq_len]``.
         dtype: of activations and gradients; parameters and the optimiser stay float32.
         report: gets a dictionary of metrics every ``report_every`` steps.
@@ -151,7 +151,7 @@ def train(
     done, seen = 0, 0
     for phase in recipe.phases:
         started, start_step = time.perf_counter(), done
-        for batch in _on_device(batches_of(phase, recipe.steps(phase))):
+        for batch in _on_device(batches_of(phase, done, recipe.steps(phase))):
             state, metrics = train_step(state, batch, sparse=phase.is_sparse(done))
             done += 1
             seen += batch["loss_weights"].size

@@ -1,0 +1,122 @@
+"""``python -m sparda_jax.pretrain``: the bundled model from nothing.
+
+1. ``python -m sparda_jax.pretrain.prepare`` downloads the corpus and trains the tokenizer (needs a Debian system);
+2. ``python -m sparda_jax.pretrain train OUT`` trains the model (an H200: 9 minutes) and writes a Hugging Face folder;
+3. ``python -m sparda_jax.pretrain evaluate MODEL`` measures recall on held-out prompts.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from sparda_jax.checkpoint import save_hf
+from sparda_jax.config import ModelConfig
+from sparda_jax.pretrain.batches import BatchPool, StreamConfig
+from sparda_jax.pretrain.evaluate import RecallResult, evaluate_recall, load_modes
+from sparda_jax.pretrain.recipe import Phase, Recipe, hf_config
+from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
+from sparda_jax.pretrain.trainer import train as run_training
+from sparda_jax.selection import Mode
+from sparda_jax.tokenizer import Tokenizer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help=__doc__)
+console = Console(soft_wrap=True)
+
+DataOption = Annotated[Path, typer.Option(help="Folder that sparda_jax.pretrain.prepare wrote.")]
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Argument(help="Folder to write, a Hugging Face checkpoint.")],
+    data: DataOption = Path(".data/pretrain"),
+    workers: Annotated[int, typer.Option(help="Processes that make batches.")] = max(1, (os.cpu_count() or 2) - 2),
+    seed: Annotated[int, typer.Option(help="Of the initial weights and of the batches.")] = 0,
+    scale: Annotated[float, typer.Option(help="Multiplies the length of every phase.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = Recipe.batch_tokens,
+) -> None:
+    """Train the bundled model."""
+    folder = data / "tokenizer"
+    tokenizer = Tokenizer.from_pretrained(folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    description = hf_config(tokenizer.vocab_size, generation["bos_token_id"], generation["eos_token_id"])
+    config = ModelConfig.from_hf(description, generation)
+    phases = tuple(dataclasses.replace(p, tokens=p.tokens * scale) for p in Recipe().phases)
+    recipe = Recipe(phases=phases, seed=seed, batch_tokens=batch_tokens)
+    started = time.perf_counter()
+    log: list[dict[str, Any]] = []
+
+    def report(values: dict[str, Any]) -> None:
+        log.append(values)
+        numbers = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+        console.print(f"{time.perf_counter() - started:6.0f} s {numbers}")
+
+    with BatchPool(data, num_workers=workers) as pool:
+
+        def batches_of(phase: Phase, start: int, steps: int):
+            stream = StreamConfig(seq_len=phase.seq_len, batch_size=batch_tokens // phase.seq_len, seed=seed)
+            return pool.batches(stream, start, start + steps)
+
+        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        model, _ = run_training(config, recipe, batches_of, dtype=dtype, report=report)
+    save_hf(_in_bfloat16(model), folder, out, description, generation_config=generation, overwrite=True)
+    record = {"recipe": dataclasses.asdict(recipe), "seconds": time.perf_counter() - started, "log": log}
+    (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"wrote {out}")
+
+
+def _in_bfloat16(model):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    data: DataOption = Path(".data/pretrain"),
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "4096",
+    kinds: Annotated[str, typer.Option(help=f"Tasks, comma-separated: {', '.join(EVAL_KINDS)}.")] = "single",
+    modes: Annotated[str, typer.Option(help="Selection modes, comma-separated.")] = "dense,sparse,random",
+    prompts: Annotated[int, typer.Option(help="Held-out prompts of each task and length.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Measure recall on held-out prompts."""
+    tasks = load_eval_tasks(data)
+    sizes = [int(n) for n in lengths.split(",")]
+    results: list[RecallResult] = []
+    for runner in load_modes(str(model), [Mode(m) for m in modes.split(",")], max(sizes) + 256):
+        for length in sizes:
+            for kind in kinds.split(","):
+                asked = eval_prompts(kind, length, prompts, seed, tasks=tasks)
+                result = evaluate_recall(runner, kind, length, asked)
+                results.append(result)
+                console.print(_row(result))
+    table = Table(
+        "task", "tokens", "mode", "recall", "values found", "blocks read", title=f"{model}, {prompts} prompts"
+    )
+    for result in results:
+        table.add_row(*_row(result).split(maxsplit=5))
+    console.print(table)
+    if json_out:
+        rows = [dataclasses.asdict(r) | {"recall": r.recall} for r in results]
+        json_out.write_text(json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n")
+
+
+def _row(result: RecallResult) -> str:
+    recall = f"{100 * result.recall:.0f}±{100 * result.standard_error:.0f}%"
+    found, read = f"{100 * result.values_found:.0f}%", f"{100 * result.read_fraction:.0f}%"
+    return f"{result.kind} {result.length} {result.mode} {recall} {found} {read}"
+
+
+if __name__ == "__main__":
+    app()
