@@ -1,12 +1,22 @@
 """``python -m sparda_jax.convert SRC DST``: a Hugging Face checkpoint, checked and stored by tensor with orbax."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from sparda_jax.checkpoint.conversion import convert_checkpoint, export_forecast
 from sparda_jax.checkpoint.errors import CheckpointError
@@ -29,30 +39,38 @@ def _check_options(dst: Path | None, export: Path | None, verify: bool, overwrit
         raise CheckpointError(f"{export} exists; give another name, or --overwrite to replace it")
 
 
-def _convert(src: Path, dst: Path, forecast: Path | None, verify: bool, overwrite: bool) -> Manifest:
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+@contextlib.contextmanager
+def _bar(name: str, amount: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with the time left, drawn from the first report to the last: an early error stands alone."""
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    with contextlib.ExitStack() as drawn:
+        bar = Progress(*columns, console=_console)
+        task = bar.add_task(name)
 
+        def progress(done: int, total: int) -> None:
+            if not bar.live.is_started:
+                drawn.enter_context(bar)
+            bar.update(task, completed=done, total=total)
+            if done == total:
+                drawn.close()
+
+        yield progress
+
+
+def _convert(src: Path, dst: Path, forecast: Path | None, verify: bool, overwrite: bool) -> Manifest:
     def check(folder: Path) -> None:
-        with Progress(text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console) as bar:
-            task = bar.add_task("verify")
-            result = verify_logits(src, folder, progress=lambda d, t: bar.update(task, completed=d, total=t))
+        with _bar("verify", MofNCompleteColumn()) as progress:
+            result = verify_logits(src, folder, progress=progress)
         typer.echo(str(result))
 
-    with Progress(*columns, console=_console) as bar:
-        task = bar.add_task("convert")
-
-        def checked(folder: Path) -> None:
-            bar.stop()
-            check(folder)
-
+    with _bar("convert", DownloadColumn(binary_units=True)) as progress:
         return convert_checkpoint(
             src,
             dst,
             forecast=forecast,
             overwrite=overwrite,
-            check=checked if verify else None,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            check=check if verify else None,
+            progress=progress,
         )
 
 

@@ -47,7 +47,7 @@ def convert_checkpoint(
         forecast: a Forecast checkpoint that is not in ``source``.
         overwrite: replace a folder that was converted before.
         check: called with the complete folder before it gets its name; an error from it means that nothing is left.
-        progress: of the bytes read.
+        progress: of the bytes converted.
 
     Raises:
         CheckpointError: a tensor is not accounted for, ``target`` exists, or the disk is too small.
@@ -70,9 +70,9 @@ def convert_checkpoint(
             for parameter in parameters:
                 if parameter.item == item:
                     arrays[parameter.path] = _read_and_hash(opened, parameter, records)
-                    done += arrays[parameter.path].nbytes
-                    progress(done, total)
             store.write_item(folder, item, arrays)
+            done += sum(array.nbytes for array in arrays.values())
+            progress(done, total)
         copy_files(source, folder, CONFIG_FILES + TOKENIZER_FILES)
         manifest = _manifest(source, opened, records)
         manifest.write(folder)

@@ -16,6 +16,7 @@ from sparda_jax.checkpoint.errors import CheckpointError
 from sparda_jax.checkpoint.load import fill
 from sparda_jax.checkpoint.tensor_files import open_tensors
 from sparda_jax.checkpoint.weights import Weights, open_weights
+from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder, Projections, abstract_decoder, rope_tables
 
 # Largest allowed difference, in standard deviations of the reference's logits, by the dtype that the decoder computes
@@ -79,9 +80,10 @@ def verify(
     entries = open_tensors(source).entries
     tokens = np.random.default_rng(seed).integers(0, weights.config.vocab_size, num_tokens)
     ours = _stream_logits(weights, tokens, jnp.dtype(dtype), progress)
-    name = use_reference or reference.choose_reference(weights.config, entries)
+    config = ModelConfig.from_pretrained(source)
+    name = use_reference or reference.choose_reference(config, entries)
     compute = {"numpy": reference.numpy_logits, "transformers": reference.transformers_logits}[name]
-    theirs = compute(weights.config, entries, tokens)
+    theirs = compute(config, entries, tokens)
     difference = np.abs(ours - theirs)
     result = Comparison(
         reference=name,
