@@ -63,7 +63,9 @@ def train(
     with BatchPool(data, num_workers=workers) as pool:
 
         def batches_of(phase: Phase, start: int, steps: int):
-            stream = StreamConfig(seq_len=phase.seq_len, batch_size=batch_tokens // phase.seq_len, seed=seed)
+            stream = StreamConfig(
+                seq_len=phase.seq_len, batch_size=batch_tokens // phase.seq_len, seed=seed, long_fraction=0.6
+            )
             return pool.batches(stream, start, start + steps)
 
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
