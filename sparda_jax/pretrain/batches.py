@@ -6,12 +6,15 @@ the speed.
 """
 
 import argparse
+import functools
+import itertools
 import multiprocessing
 import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict
@@ -167,18 +170,15 @@ def _with_weights(rows: _Rows, config: StreamConfig) -> Batch:
     return Batch(tokens=tokens.astype(np.int32), loss_weights=config.weights.table()[kinds[:, 1:]])
 
 
-_worker_stream: TrainingStream | None = None
-
-
-def _start_worker(folder: str) -> None:
-    global _worker_stream
+@functools.cache
+def _worker_stream(folder: str) -> TrainingStream:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
-    _worker_stream = TrainingStream.load(Path(folder))
+    return TrainingStream.load(Path(folder))
 
 
-def _work(config: StreamConfig, step: int) -> _Rows:
-    assert _worker_stream is not None
-    return _worker_stream.rows(config, step)
+def _work(folder: str, config: StreamConfig, step: int) -> _Rows:
+    # Loaded here, not when the process starts: a pool would replace a process that fails to start again and again.
+    return _worker_stream(folder).rows(config, step)
 
 
 class BatchPool:
@@ -198,7 +198,8 @@ class BatchPool:
             raise ValueError(f"num_workers: {num_workers} given, must be at least 1")
         TokenCorpus.map_tokens(folder / "train.npy")  # unpacked here once, not by every worker
         context = multiprocessing.get_context("spawn")
-        self._pool = context.Pool(num_workers, initializer=_start_worker, initargs=(str(folder),))
+        self._pool = context.Pool(num_workers)
+        self._folder = str(folder)
         self._depth = ahead * num_workers
 
     def __enter__(self) -> "BatchPool":
@@ -212,15 +213,15 @@ class BatchPool:
 
     def batches(self, config: StreamConfig, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop - 1` in order; an error in a worker is raised here."""
-        pending = deque(
-            self._pool.apply_async(_work, (config, step)) for step in range(start, min(stop, start + self._depth))
-        )
-        following = start + len(pending)
+        steps = iter(range(start, stop))
+
+        def begin(step: int) -> AsyncResult[_Rows]:
+            return self._pool.apply_async(_work, (self._folder, config, step))
+
+        pending = deque(begin(step) for step in itertools.islice(steps, self._depth))
         while pending:
             rows = pending.popleft().get()
-            if following < stop:
-                pending.append(self._pool.apply_async(_work, (config, following)))
-                following += 1
+            pending.extend(begin(step) for step in itertools.islice(steps, 1))
             yield _with_weights(rows, config)
 
 

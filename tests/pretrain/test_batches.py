@@ -82,6 +82,12 @@ def test_workers_give_the_same_batches_in_order(
         np.testing.assert_array_equal(batch["loss_weights"], expected["loss_weights"])
 
 
+def test_failure_in_a_worker_is_raised(tokens: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "train.npy", tokens)  # and no tokenizer
+    with BatchPool(tmp_path, num_workers=1) as pool, pytest.raises(Exception, match="No such file"):
+        next(pool.batches(StreamConfig(seq_len=256, batch_size=1, seed=0), 0, 1))
+
+
 def test_packed_corpus_is_unpacked(tokenizer: Tokenizer, tokens: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "all.npy", tokens)
     (tmp_path / "train.npy.xz").write_bytes(lzma.compress((tmp_path / "all.npy").read_bytes()))

@@ -180,5 +180,5 @@ def test_eval_filler_is_held_out(eval_tasks: RecallTasks, texts: list[str]) -> N
 
 
 def test_corpus_refuses_foreign_ids(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="tokens: 2 ids given, not all below .* 700"):
+    with pytest.raises(ValueError, match=r"tokens: 2 ids given, not all below .* 700"):
         TokenCorpus(np.array([1, 9999], np.uint16), tokenizer)
