@@ -73,6 +73,12 @@ class RopeConfig:
         _check(self.rope_type in known, "rope_scaling.rope_type", self.rope_type, f"use one of {', '.join(known)}")
         _check(self.theta > 1, "rope_theta", self.theta, "it must be larger than 1")
         _check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be at least 1")
+        _check(
+            self.attention_factor is None or self.rope_type == "yarn",
+            "rope_scaling.attention_factor",
+            self.attention_factor,
+            "only yarn's is implemented",
+        )
         if self.rope_type in ("longrope", "yarn"):
             original = self.original_max_position_embeddings
             _check(
@@ -101,11 +107,13 @@ class RopeConfig:
         if original is None and kind in ("longrope", "yarn"):
             original = data.get("original_max_position_embeddings") or _take(data, "max_position_embeddings")
         names = {f.name for f in dataclasses.fields(cls)}
-        values = {k: v for k, v in scaling.items() if k in names}
+        values = {k: v for k, v in scaling.items() if k in names and v is not None}
         if scaling.get("partial_rotary_factor") == 1:
             del scaling["partial_rotary_factor"]
         unknown = sorted(set(scaling) - names)
         _check(not unknown, "rope_scaling", unknown, "these fields would change the rotation and are not implemented")
+        if kind in ("linear", "dynamic", "yarn"):
+            _check("factor" in values, "rope_scaling.factor", None, f"{kind} needs it (no default is used)")
         for name in ("short_factor", "long_factor"):
             values[name] = tuple(float(x) for x in values.get(name) or ())
         return cls(rope_type=kind, theta=float(theta), original_max_position_embeddings=original, **values)
@@ -296,16 +304,20 @@ class ModelConfig:
         hidden, heads, layers = (
             int(_take(data, n)) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
+        for name, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
+            _check(value > 0, name, value, "it must be positive")
         head_dim = data.get("head_dim")
         if head_dim is None:
             _check(hidden % heads == 0, "num_attention_heads", heads, f"it must divide hidden_size={hidden}")
             head_dim = hidden // heads
         scales: dict[str, float] = {}
         if kind == "minicpm":
+            base = float(_take(data, "dim_model_base"))
+            _check(base > 0, "dim_model_base", base, "it must be positive")
             scales = {
                 "embedding_scale": float(_take(data, "scale_emb")),
                 "residual_scale": float(_take(data, "scale_depth")) / math.sqrt(layers),
-                "logit_divisor": hidden / float(_take(data, "dim_model_base")),
+                "logit_divisor": hidden / base,
             }
         return cls(
             vocab_size=_take(data, "vocab_size"),

@@ -18,7 +18,8 @@ def calibrate(
     mean_q = q.reshape(t, kv_heads, heads // kv_heads, dim).mean(axis=2)
     bases = []
     for m in range(kv_heads):
-        _, sq, vq = np.linalg.svd(mean_q[:, m], full_matrices=True)
+        # All of V is needed, of U nothing: the full form is for prompts shorter than D only.
+        _, sq, vq = np.linalg.svd(mean_q[:, m], full_matrices=t < dim)
         sk = np.linalg.svd(k[:, m], compute_uv=False)
         # A prompt shorter than D has fewer singular values than channels: the missing ones are 0.
         product = np.zeros(dim)
