@@ -204,7 +204,7 @@ SOURCES: tuple[Source, ...] = (
         patterns=("usr/share/doc/exim4-doc-html/**/*.html",),
     ),
     Source(
-        package="zsh-doc", licence="MIT-like (zsh)", reader="html", patterns=("usr/share/doc/zsh-common/html/*.html",)
+        package="zsh-doc", licence="zsh (MIT-like)", reader="html", patterns=("usr/share/doc/zsh-common/html/*.html",)
     ),
     Source(package="mutt", licence=_GPL2, reader="html", patterns=("usr/share/doc/mutt/html/*.html",)),
 )
