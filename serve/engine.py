@@ -152,6 +152,7 @@ class Engine:
         max_queue: sequences that may wait beyond those.
         stuck_seconds: a single step that takes longer makes `health` report a stuck engine.
         warm_up: called on the engine thread before the first request.
+        on_ready: called on the engine thread when the warm-up is done and requests are taken.
         on_failure: called on the engine thread when it ends by an error.
     """
 
@@ -164,6 +165,7 @@ class Engine:
         max_queue: int = 64,
         stuck_seconds: float = 300.0,
         warm_up: Callable[[], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         for name, value, least in (("max_active", max_active, 1), ("max_queue", max_queue, 0)):
@@ -173,7 +175,7 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._max_active, self._max_queue = max_active, max_queue
         self._stuck_seconds = stuck_seconds
-        self._warm_up, self._on_failure = warm_up, on_failure
+        self._warm_up, self._on_ready, self._on_failure = warm_up, on_ready, on_failure
         self._wake = threading.Condition()
         self._waiting: collections.deque[_Job] = collections.deque()
         self._active: list[_Job] = []
@@ -193,6 +195,11 @@ class Engine:
     def capacity(self) -> int:
         """Sequences that one request may ask for at most: a larger one could never be taken."""
         return self._max_active + self._max_queue
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives, possibly inside a step that can't be interrupted."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
         """Starts the thread; `health` says ``ready`` when the warm-up is done."""
@@ -312,8 +319,11 @@ class Engine:
             if self._warm_up is not None:
                 self._warm_up()
             with self._wake:
-                if self._state == "starting":
+                came_up = self._state == "starting"
+                if came_up:
                     self._state = "ready"
+            if came_up and self._on_ready is not None:
+                self._on_ready()
             while (turn := self._next_turn()) is not None:
                 for job in turn:
                     self._step(job)

@@ -245,7 +245,9 @@ class _Responder:
     def _stats(self) -> Json:
         if not self.body.return_stats:
             return {}
-        choices = [{"index": answer.index, **(answer.stats or {})} for answer in self.answers]
+        choices = [{"index": answer.index} | (answer.stats or {}) for answer in self.answers]
+        for choice in choices:
+            choice.pop("mode", None)  # the same for all of them
         return {"sparda": {"mode": self.mode, "choices": choices}}
 
 

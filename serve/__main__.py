@@ -1,0 +1,89 @@
+"""``python -m sparda_jax.serve``: an OpenAI-compatible server for one model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+ServedMode = Literal["dense", "sparse", "sparda", "sparda-decode-only", "infinigen", "random"]
+
+
+@app.command()
+def main(
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face or converted checkpoint; the bundled model when left out.")
+    ] = None,
+    mode: Annotated[ServedMode, typer.Option(help="How the blocks that a token reads are chosen.")] = "sparse",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Longest sequence in tokens, prompt and answer; the model's own limit if left out."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8000,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name that requests use; the folder's name if left out.")
+    ] = None,
+    forecast: Annotated[
+        Path | None, typer.Option(help="Forecast file for the sparda modes, in place of the checkpoint's own.")
+    ] = None,
+    long_context: Annotated[
+        bool, typer.Option("--long-context", help="Use the published 128K LongRoPE factors (MiniCPM4.1 only).")
+    ] = False,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
+    max_active: Annotated[
+        int | None,
+        typer.Option(help="Sequences generated at the same time; what fits into memory, up to 4, if left out."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 64,
+    warm_up_len: Annotated[
+        int, typer.Option(help="Compile for sequences up to this many tokens before being ready; 0: nothing.")
+    ] = 8192,
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long requests may still take after SIGTERM or Ctrl-C.")
+    ] = 30.0,
+    stuck_seconds: Annotated[
+        float, typer.Option(help="A single step that takes longer turns /health into 503.")
+    ] = 300.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+) -> None:
+    """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's; /health and /metrics."""
+    # Only now, so that --help does not wait for JAX.
+    from sparda_jax.checkpoint import CheckpointError
+    from sparda_jax.config import ConfigError
+    from sparda_jax.serve.launch import serve
+    from sparda_jax.serve.settings import Settings, SettingsError
+    from sparda_jax.tokenizer import TokenizerError
+
+    console = Console()
+    try:
+        chosen = {} if model is None else {"model": model}
+        settings = Settings(
+            mode=mode,
+            max_model_len=max_model_len,
+            host=host,
+            port=port,
+            model_name=model_name,
+            forecast=forecast,
+            long_context=long_context,
+            dtype=dtype,
+            max_active=max_active,
+            max_queue=max_queue,
+            warm_up_len=warm_up_len,
+            drain_seconds=drain_seconds,
+            stuck_seconds=stuck_seconds,
+            access_log=access_log,
+            **chosen,
+        )
+        serve(settings, console)
+    except (SettingsError, ConfigError, CheckpointError, TokenizerError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,123 @@
+"""From settings to a running server."""
+
+import socket
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+
+from sparda_jax.checkpoint import open_weights
+from sparda_jax.library import SparDA
+from sparda_jax.model import abstract_decoder
+from sparda_jax.selection import Mode
+from sparda_jax.serve.api import ServerInfo, create_app
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.memory import MemoryPlan, free_memory
+from sparda_jax.serve.report import Report, curl
+from sparda_jax.serve.server import Server, bind, leave, url_of
+from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
+from sparda_jax.serve.warm_up import warm_up
+from sparda_jax.tokenizer import Tokenizer
+
+
+def load(settings: Settings) -> Report:
+    """Checks the checkpoint as far as it can be without reading tensors, loads it, and plans the memory.
+
+    Raises:
+        SettingsError, ConfigError, CheckpointError, TokenizerError: it can't be served; the message says why.
+    """
+    try:
+        mode = Mode(settings.mode)
+    except ValueError:
+        raise SettingsError(f"--mode {settings.mode} is not known; use one of {', '.join(Mode)}") from None
+    sampling = SamplingDefaults.from_pretrained(settings.model)
+    tokenizer = Tokenizer.from_pretrained(settings.model)
+    weights = open_weights(settings.model, forecast=settings.forecast)
+    if tokenizer.vocab_size > weights.config.vocab_size:
+        raise SettingsError(
+            f"--model {settings.model}: the tokenizer has {tokenizer.vocab_size} ids, the model only "
+            f"{weights.config.vocab_size}; they do not belong together"
+        )
+    model = SparDA.from_pretrained(
+        settings.model,
+        mode=mode,
+        max_model_len=settings.max_model_len,
+        dtype=None if settings.dtype == "auto" else jnp.dtype(settings.dtype),
+        forecast=settings.forecast,
+        long_context=settings.long_context,
+    )
+    shapes = abstract_decoder(model.config, has_forecast=weights.forecast is not None, dtype=model.runner.dtype)
+    device = jax.local_devices()[0]
+    ids = [*model.config.eos_token_ids, tokenizer.eos_token_id]
+    eos = dict.fromkeys(token_id for token_id in ids if token_id is not None)
+    return Report(
+        settings=settings,
+        runner=model.runner,
+        tokenizer=model.tokenizer,
+        sampling=sampling,
+        memory=MemoryPlan.of(model.runner, settings.max_active, free_memory(device)),
+        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes))),
+        eos_token_ids=tuple(eos),
+        device=device,
+    )
+
+
+def serve(settings: Settings, console: Console) -> None:
+    """Binds, loads, prints what will run, warms up, serves until a signal, and leaves the process.
+
+    Raises:
+        SettingsError, ConfigError, CheckpointError, TokenizerError: nothing was served; the message says why.
+    """
+    with bind(settings.host, settings.port) as listener:
+        _serve(settings, console, listener)
+
+
+def _serve(settings: Settings, console: Console, listener: socket.socket) -> None:
+    url = url_of(listener, settings.host)
+    report = load(settings)
+    report.print(console)
+    started = time.monotonic()
+    ready = threading.Event()
+    failures: list[BaseException] = []
+
+    def prepare() -> None:
+        warm_up(report.runner, settings.warm_up_len, console)
+
+    def on_ready() -> None:
+        ready.set()
+        console.print(
+            f"[bold]ready[/bold] after {time.monotonic() - started:.1f} s: {url}/v1 as {settings.served_name}"
+        )
+        # Not wrapped, so that it can be pasted.
+        console.print(curl(url, report), soft_wrap=True, highlight=False, markup=False)
+
+    def on_failure(error: BaseException) -> None:
+        failures.append(error)
+        if not ready.is_set():  # later on the server stays, to say on /health what happened
+            server.should_exit = True
+
+    engine = Engine(
+        report.runner,
+        eos_token_ids=report.eos_token_ids,
+        max_active=report.memory.max_active,
+        max_queue=settings.max_queue,
+        stuck_seconds=settings.stuck_seconds,
+        warm_up=prepare,
+        on_ready=on_ready,
+        on_failure=on_failure,
+    )
+    info = ServerInfo(
+        model=settings.served_name,
+        mode=report.runner.mode.value,
+        vocab_size=report.runner.config.vocab_size,
+        temperature=report.sampling.temperature,
+        top_p=report.sampling.top_p,
+        top_k=report.sampling.top_k,
+    )
+    server = Server(create_app(engine, report.tokenizer, info), engine, settings)
+    engine.start()
+    server.run_until_signal(listener)
+    leave(1 if failures else 0, engine)

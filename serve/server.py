@@ -1,0 +1,86 @@
+"""The listening side: a socket bound before anything is loaded, and a server that drains when it is told to end."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.settings import Settings, SettingsError
+
+# uvicorn's own limit comes after the engine's, so that a request that is cut off still gets its error.
+_GRACE_SECONDS = 5
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet.
+
+    Raises:
+        SettingsError: the address is in use, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise SettingsError(f"--host {host} is not an address: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"--host {host} --port {port} can't be used: {error.strerror}; choose another --port"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """The URL of a bound socket; a wildcard address is shown as the loopback one."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn that lets the engine finish what is in flight, up to a limit, on SIGTERM or Ctrl-C."""
+
+    def __init__(self, app: FastAPI, engine: Engine, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="info" if settings.access_log else "warning",
+                access_log=settings.access_log,
+                timeout_graceful_shutdown=int(settings.drain_seconds) + _GRACE_SECONDS,
+            )
+        )
+        self._engine = engine
+        self._drain_seconds = settings.drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no new connection, drains the engine, closes the connections, ends the engine."""
+        draining = asyncio.create_task(self._engine.drain(self._drain_seconds))
+        await super().shutdown(sockets)
+        await draining
+        self._engine.close()
+
+    def run_until_signal(self, listener: socket.socket) -> None:
+        """Serves; returns after a drained shutdown instead of dying of the signal that asked for it."""
+        # uvicorn raises the signal again, for the handlers that it found, when it has shut down.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.run(sockets=[listener])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def leave(code: int, engine: Engine) -> None:
+    """Ends the process; at once when the engine is inside a step that can't be interrupted."""
+    if engine.is_running:
+        os._exit(code)
+    raise SystemExit(code)

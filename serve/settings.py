@@ -1,0 +1,114 @@
+"""What the command line sets, checked before anything is loaded or bound."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from sparda_jax.assets import BUNDLED_MODEL
+
+DType = Literal["auto", "bfloat16", "float32"]
+
+
+class SettingsError(ValueError):
+    """An option that can't be used; the message names it, its value and the way out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One server's options; the command line's help says what each means.
+
+    Attributes:
+        max_active: None: as many sequences as fit into memory, 4 at most.
+        warm_up_len: buckets up to this many tokens are compiled before the server is ready.
+    """
+
+    model: Path = BUNDLED_MODEL
+    model_name: str | None = None
+    mode: str = "sparse"
+    max_model_len: int | None = None
+    forecast: Path | None = None
+    long_context: bool = False
+    dtype: DType = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_active: int | None = None
+    max_queue: int = 64
+    warm_up_len: int = 8192
+    drain_seconds: float = 30.0
+    stuck_seconds: float = 300.0
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        rules = (
+            (
+                "--max-model-len",
+                self.max_model_len,
+                self.max_model_len is None or self.max_model_len >= 2,
+                "at least 2",
+            ),
+            ("--port", self.port, 0 <= self.port <= 65535, "from 0 (any free one) to 65535"),
+            ("--max-active", self.max_active, self.max_active is None or self.max_active >= 1, "at least 1"),
+            ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),
+            ("--warm-up-len", self.warm_up_len, self.warm_up_len >= 0, "0 (no warm-up) or more"),
+            ("--drain-seconds", self.drain_seconds, _is_duration(self.drain_seconds), "a finite number, 0 or more"),
+            ("--stuck-seconds", self.stuck_seconds, _is_duration(self.stuck_seconds), "a finite number, 0 or more"),
+            ("--model-name", self.model_name, self.model_name != "", "a name"),
+        )
+        for option, value, holds, rule in rules:
+            if not holds:
+                raise SettingsError(f"{option} {value} is not allowed: it must be {rule}")
+        for option, path, there in (
+            ("--model", self.model, self.model.is_dir()),
+            ("--forecast", self.forecast, self.forecast is None or self.forecast.is_file()),
+        ):
+            if not there:
+                wanted = "the folder of a checkpoint" if option == "--model" else "a Forecast file"
+                raise SettingsError(f"{option} {path} does not exist; give {wanted}")
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use."""
+        return self.model_name or self.model.resolve().name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """The sampling of requests that do not say, and where it comes from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    source: str = "OpenAI's defaults"
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> "SamplingDefaults":
+        """From ``generation_config.json``; ``"do_sample": false`` means greedy. Without the file: OpenAI's defaults.
+
+        Raises:
+            SettingsError: the file is broken or a value in it is out of range.
+        """
+        file = folder / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        try:
+            data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SettingsError(f"{file} is not valid JSON: {error}") from error
+        if data.get("do_sample") is False:
+            return cls(temperature=0.0, source=f"{file.name}: do_sample=false")
+        given = {name: data[name] for name in ("temperature", "top_p", "top_k") if data.get(name) is not None}
+        allowed = {
+            "temperature": lambda v: 0 <= v <= 2,
+            "top_p": lambda v: 0 < v <= 1,
+            "top_k": lambda v: v >= 0 and v == int(v),
+        }
+        for name, value in given.items():
+            if not isinstance(value, int | float) or not allowed[name](value):
+                raise SettingsError(f"{file}: {name}={value!r} is out of range; correct the file")
+        return cls(**given, source=file.name) if given else cls()
+
+
+def _is_duration(value: float) -> bool:
+    return math.isfinite(value) and value >= 0

@@ -1,0 +1,231 @@
+"""The command: what it refuses before it serves, what it prints, and a whole life from start to SIGTERM."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sparda_jax.config import ModelConfig, RopeConfig
+from sparda_jax.serve import report as reports
+from sparda_jax.serve.__main__ import app
+from sparda_jax.serve.launch import load
+from sparda_jax.serve.memory import MemoryPlan, free_memory, gib
+from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
+from tests.serve.fakes import wait_until
+from tests.serve.tiny_checkpoint import write_checkpoint
+from tests.serve.tiny_tokenizer import BOS
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such/folder"], "--model /no/such/folder does not exist"),
+        (["--max-model-len", "1"], "--max-model-len 1 is not allowed: it must be at least 2"),
+        (["--port", "70000"], "--port 70000 is not allowed"),
+        (["--max-active", "0"], "--max-active 0 is not allowed"),
+        (["--max-queue", "-1"], "--max-queue -1 is not allowed"),
+        (["--warm-up-len", "-1"], "--warm-up-len -1 is not allowed"),
+        (["--drain-seconds", "nan"], "--drain-seconds nan is not allowed"),
+        (["--stuck-seconds", "-1"], "--stuck-seconds -1.0 is not allowed"),
+        (["--model-name", ""], "--model-name is not allowed"),
+        (["--forecast", "/no/such/file"], "--forecast /no/such/file does not exist"),
+        (["--mode", "fast"], "'fast'"),
+        (["--host", "no host of this name"], "--host no host of this name is not an address"),
+        (["--mode", "sparda"], "Forecast"),
+        (["--long-context"], "rope_scaling.rope_type='default'"),
+        (["--max-active", "100000000"], "--max-active 100000000 sequence(s)"),
+    ],
+)
+def test_bad_options_end_in_one_sentence(checkpoint: Path, arguments: list[str], message: str) -> None:
+    if "--model" not in arguments:
+        arguments = ["--model", str(checkpoint), *arguments]
+    if "--port" not in arguments:
+        arguments = [*arguments, "--port", "0"]
+    assert message.removeprefix("--max-active ") in refusal(*arguments)
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(checkpoint: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        text = refusal("--model", str(checkpoint), "--port", str(port))
+    assert text == f"error: --host 127.0.0.1 --port {port} can't be used: Address already in use; choose another --port"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", '{"temperature": -1}', "temperature=-1 is out of range"),
+        ("generation_config.json", '{"top_k": "many"}', "top_k='many' is out of range"),
+        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("config.json", None, "config.json"),
+        ("model.safetensors", None, "safetensors"),
+    ],
+)
+def test_broken_folders_end_in_one_sentence(
+    checkpoint: Path, tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    assert message in refusal("--model", str(folder), "--port", "0")
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, vocab_size=300)
+    text = refusal("--model", str(folder), "--port", "0")
+    assert "the tokenizer has 320 ids, the model only 300" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, (1.0, 1.0, 0)),
+        ({}, (1.0, 1.0, 0)),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, (0.7, 0.9, 20)),
+        ({"do_sample": False, "temperature": 0.7}, (0.0, 1.0, 0)),
+        ({"do_sample": True, "top_p": 0.5}, (1.0, 0.5, 0)),
+    ],
+)
+def test_sampling_defaults(tmp_path: Path, data: dict[str, Any] | None, expected: tuple[float, float, int]) -> None:
+    if data is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(data))
+    defaults = SamplingDefaults.from_pretrained(tmp_path)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == expected
+
+
+def test_report_says_what_will_run_and_why(checkpoint: Path) -> None:
+    report = load(Settings(model=checkpoint, max_model_len=2000, max_active=2))
+    console = Console(width=500, record=True, file=io.StringIO())
+    report.print(console)
+    lines = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in console.export_text().splitlines())
+    assert lines["context limit"].startswith("2000 tokens, prompt and answer: --max-model-len")
+    assert "1024" in lines["warning"]
+    assert lines["mode"].startswith("sparse: InfLLM-V2")
+    assert lines["dense_len"].startswith("256: ")
+    assert lines["selection"].startswith(
+        "3 blocks of 64 tokens per token and KV head: 1 initial, 1 local and its own, 0"
+    )
+    assert lines["rope"] == "default, theta 10000"
+    # 2 layers of 2 heads of 16 channels, keys, values and a sixteenth of a compressed key, in float32
+    assert lines["memory"].startswith(
+        "KV cache 528 B a token, 1.0 MiB a sequence at the limit, 2 at once (--max-active)"
+    )
+    assert lines["end of answer"] == "1 </s>, 3 <|im_end|>"
+    assert "do_sample=false" in lines["sampling"]
+    vocab, hidden, inner, layers = 320, 64, 96, 2
+    count = vocab * hidden + hidden + layers * (hidden * (64 + 64) + 64 * hidden + 3 * hidden * inner + 2 * hidden)
+    assert report.num_parameters == count
+    assert lines["parameters"] == f"{count / 1e6:.1f} M in float32, {gib(4 * count)}"
+    command = reports.curl("http://127.0.0.1:1", report)
+    assert command.startswith("curl http://127.0.0.1:1/v1/chat/completions")
+    default = load(Settings(model=checkpoint))
+    assert "max_position_embeddings (--max-model-len lowers it)" in dict(default.lines())["context limit"]
+    assert "warning" not in dict(default.lines())
+
+
+def longrope(trained: int, original: int) -> ModelConfig:
+    rope = RopeConfig(
+        rope_type="longrope",
+        theta=10000.0,
+        original_max_position_embeddings=original,
+        short_factor=(1.0,) * 8,
+        long_factor=(1.0, *(4.0,) * 7),
+    )
+    return ModelConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        max_position_embeddings=trained, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=BOS, rope=rope,
+    )  # fmt: skip
+
+
+def test_rope_line_names_the_factor_set_and_why() -> None:
+    config = longrope(4096, 1024)
+    assert "long factors 1 to 4 (limit 2048 > original length 1024), attention factor" in reports.rope(config, 2048)
+    assert "short factors 1 to 1 (limit 1024 <= original length 1024)" in reports.rope(config, 1024)
+
+
+def test_memory_plan_takes_what_fits_and_tells_the_numbers(checkpoint: Path) -> None:
+    runner = load(Settings(model=checkpoint)).runner
+    plenty = MemoryPlan.of(runner, None, 1 << 40)
+    assert plenty.max_active == 4
+    assert MemoryPlan.of(runner, 50, 1 << 40).max_active == 50
+    assert MemoryPlan.of(runner, None, None).max_active == 4
+    room_for_two = int((plenty.workspace_bytes + 2.5 * plenty.bytes_per_sequence) / 0.9)
+    assert MemoryPlan.of(runner, None, room_for_two).max_active == 2
+    with pytest.raises(
+        SettingsError, match=r"3 sequence\(s\) of 1024 tokens .* use --max-active 2 or a smaller --max-model-len"
+    ):
+        MemoryPlan.of(runner, 3, room_for_two)
+    with pytest.raises(SettingsError, match="use a smaller --max-model-len"):
+        MemoryPlan.of(runner, None, 1000)
+
+
+def test_free_memory_of_this_machine_is_plausible() -> None:
+    import jax
+
+    free = free_memory(jax.devices("cpu")[0])
+    assert free is None or 1 << 20 < free < 1 << 50
+
+
+@pytest.fixture
+def process(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
+    arguments = ["--model", str(checkpoint), "--port", "0", "--max-model-len", "512", "--model-name", "small"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "sparda_jax.serve", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    yield running
+    running.kill()
+    running.communicate()
+
+
+def test_from_start_to_sigterm(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    printed: list[str] = []
+    reader = threading.Thread(target=lambda: printed.extend(process.stdout or []))
+    reader.start()
+    wait_until(lambda: process.poll() is not None or any(line.startswith("curl ") for line in printed), seconds=300)
+    output = "".join(printed)
+    assert process.poll() is None, output
+    assert "512 tokens, prompt and answer: --max-model-len" in output
+    url = re.search(r"ready after .*: (http://127\.0\.0\.1:\d+)/v1 as small", output)
+    assert url is not None, output
+    assert httpx.get(f"{url[1]}/health").json()["status"] == "ready"
+    assert httpx.get(f"{url[1]}/v1/models").json()["data"][0]["max_model_len"] == 512
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url[1]}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"  # what was in flight is finished
+    assert process.wait(60) == 0
+    reader.join(10)
+    assert "Traceback" not in "".join(printed)

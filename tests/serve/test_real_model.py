@@ -1,0 +1,89 @@
+"""The server's engine over the real runner: what comes out over HTTP is what the library generates."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from rich.console import Console
+
+from sparda_jax import generate
+from sparda_jax.library import SparDA
+from sparda_jax.serve import warm_up as warm_ups
+from sparda_jax.serve.api import ServerInfo, create_app
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.warm_up import buckets, programs
+
+LONG = "the quick brown fox is yellow. " * 40
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> SparDA:
+    return SparDA.from_pretrained(checkpoint, mode="sparse")
+
+
+@pytest.fixture(scope="module")
+def app(model: SparDA) -> Iterator[FastAPI]:
+    engine = Engine(model.runner, eos_token_ids=model.config.eos_token_ids, max_active=3)
+    engine.start()
+    info = ServerInfo(model="tiny", mode="sparse", vocab_size=model.config.vocab_size, temperature=0.0)
+    yield create_app(engine, model.tokenizer, info)
+    engine.close()
+
+
+def ask(app: FastAPI, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+    return [response.json() for response in asyncio.run(send())]
+
+
+def test_answers_at_the_same_time_are_those_of_the_library(app: FastAPI, model: SparDA) -> None:
+    prompts = ["hello there", LONG, "what is the magic number?"]
+    answers = ask(app, *({"prompt": prompt, "max_tokens": 5, "return_stats": True} for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = model.generate(prompt, max_new_tokens=5, return_stats=True)[0]
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (alone.text, alone.finish_reason)
+        assert answer["usage"]["prompt_tokens"] == alone.prompt_tokens
+        assert alone.stats is not None
+        assert answer["sparda"]["mode"] == "sparse"
+        assert {"mode": "sparse"} | answer["sparda"]["choices"][0] == {"index": 0} | alone.stats.to_dict()
+    reads = [answer["sparda"]["choices"][0]["decode"]["read_fraction"] for answer in answers]
+    assert reads[0] == reads[2] == 1.0  # below dense_len
+    assert reads[1] < 0.5
+
+
+def test_a_seed_gives_the_same_answer_again(app: FastAPI) -> None:
+    body = {"prompt": "hello", "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    first, again, other = ask(app, body, body, body | {"seed": 2**64 - 1})
+    assert first["choices"][0]["text"] == again["choices"][0]["text"] != other["choices"][0]["text"]
+
+
+def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = model.runner
+    assert programs(runner, 8192) == [(1024, 64), (1024, 256), (1024, 1024), (1024, 0)]
+    monkeypatch.setattr(runner, "max_model_len", 3000)
+    assert buckets(runner, 8192) == [1024, 2048, 3008]
+    assert buckets(runner, 2000) == [1024, 2048]
+
+
+def test_after_the_warm_up_nothing_is_compiled(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small buckets; then requests that stay in the first, grow in prefill, and grow in decode."""
+    monkeypatch.setattr(generate, "MIN_CAPACITY", 128)
+    for module in (generate, warm_ups):
+        monkeypatch.setattr(module, "PREFILL_CHUNKS", (64,))
+    model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=256)
+    warm_ups.warm_up(model.runner, 0, Console(quiet=True))
+    before = generate._advance._cache_size()
+    warm_ups.warm_up(model.runner, 256, Console(quiet=True))
+    compiled, grown = generate._advance._cache_size(), generate._grow._cache_size()
+    assert compiled - before == len(programs(model.runner, 256)) == 4
+    for prompt, new in ((5, 3), (200, 3), (120, 20)):
+        model.generate([[70] * prompt], max_new_tokens=new)
+    assert (generate._advance._cache_size(), generate._grow._cache_size()) == (compiled, grown)
