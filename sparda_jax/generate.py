@@ -120,6 +120,7 @@ class Runner:
         if mode is Mode.INFINIGEN and calibration:
             self._skew = calibrate(model, calibration, self.max_model_len)
         self._graphdef, self._state = nnx.split(model)
+        self._device = next(iter(model.embed_tokens.devices()))
 
     def start(self, prompt: Seq[int], params: SamplingParams) -> "Sequence":
         """A request of its own, to be advanced step by step; errors as :meth:`start_batch`."""
@@ -164,7 +165,9 @@ class Runner:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         infinigen = self.mode is Mode.INFINIGEN
-        return KVCache.empty(self.config, batch, capacity, self.dtype, infinigen=infinigen)
+        cache = KVCache.empty(self.config, batch, capacity, self.dtype, infinigen=infinigen)
+        # Committed like the cache that a step returns; otherwise the first step of a request would be another program.
+        return jax.device_put(cache, self._device)
 
     def advance(
         self, cache: KVCache, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, sampling, decode: bool
