@@ -76,8 +76,11 @@ def select_blocks(
     query_block = query_block[:, None, :, None]
     past = ids <= query_block
     forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
-    # A past block always has a visible window, so its score is finite and beats every block after the query's own.
-    ranked = jnp.where(past, jnp.where(forced, jnp.inf, block_scores), -jnp.inf)
+    # A score that overflowed must not compete with the forced blocks.
+    finite = jnp.minimum(block_scores, jnp.finfo(block_scores.dtype).max)
+    # A past block always has a visible window, so its score is finite and beats every block after the query's own;
+    # where it is -inf, the past block has the lower id.
+    ranked = jnp.where(past, jnp.where(forced, jnp.inf, finite), -jnp.inf)
     _, chosen = jax.lax.top_k(ranked, min(num_selected, blocks))
     chosen = jnp.sort(jnp.where(chosen <= query_block, chosen, blocks), axis=-1)
     return jnp.where(chosen == blocks, -1, chosen)
