@@ -205,7 +205,7 @@ def test_a_step_without_end_is_a_stuck_engine() -> None:
         await until_status(engine, "ready")
         await collect(stream)
 
-    with_engine(test, runner, stuck_seconds=0.2)
+    with_engine(test, runner, stuck_seconds=1.0)
 
 
 def test_nothing_is_taken_before_the_warm_up_is_done() -> None:

@@ -39,7 +39,7 @@ def test_a_streaming_client_that_leaves_frees_its_place(served: Served) -> None:
 
 def test_a_waiting_client_that_leaves_frees_its_place(served: Served) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=0.3)
+        httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=httpx.Timeout(30, read=0.5))
     wait_until(lambda: running(served) == 0)
     assert len(served.runner.log) < 1000
     assert 'sparda_requests_total{endpoint="completions",status="499"} 1.0' in httpx.get(f"{served.url}/metrics").text

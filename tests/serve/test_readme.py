@@ -1,0 +1,30 @@
+"""serve/README.md names the fields, paths and modules that exist."""
+
+import re
+from pathlib import Path
+
+from sparda_jax.serve.api import ServerInfo, create_app
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.protocol import IGNORED, ChatRequest, CompletionRequest
+from tests.serve.fakes import TOKENIZER, FakeRunner
+
+FOLDER = Path(__file__).parents[2] / "serve"
+README = (FOLDER / "README.md").read_text()
+
+
+def test_every_field_is_described() -> None:
+    fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    named = set(re.findall(r"`([a-z_]+)`", README))
+    # best_of means nothing beyond n; it is taken so that clients which always send it work.
+    assert fields - named == {"best_of"}
+    assert set(re.findall(r"`(user|metadata|store)`", README)) <= IGNORED
+
+
+def test_every_path_and_module_exists() -> None:
+    app = create_app(
+        Engine(FakeRunner(), eos_token_ids=[]), TOKENIZER, ServerInfo(model="m", mode="sparse", vocab_size=9)
+    )
+    described = set(re.findall(r"`(?:GET|POST) (/[a-z0-9/_]+?)(?:/NAME)?`", README))
+    assert described == {path.replace("/{model}", "") for path in app.openapi()["paths"]}
+    modules = {path.name for path in FOLDER.glob("*.py")} - {"__init__.py", "errors.py", "metrics.py", "settings.py"}
+    assert set(re.findall(r"`([a-z_]+\.py)`", README)) == modules
