@@ -35,8 +35,9 @@ def _check_options(dst: Path | None, export: Path | None, verify: bool, overwrit
         raise CheckpointError("--verify compares SRC with what is converted from it, so it needs DST")
     if export is not None and export.suffix != ".safetensors":
         raise CheckpointError(f"--export-forecast {export} has to end in .safetensors")
-    if export is not None and export.exists() and not overwrite:
-        raise CheckpointError(f"{export} exists; give another name, or --overwrite to replace it")
+    for path in () if export is None or overwrite else (export, export.with_suffix(".json")):
+        if path.exists():
+            raise CheckpointError(f"{path} exists; give another name, or --overwrite to replace it")
 
 
 @contextlib.contextmanager

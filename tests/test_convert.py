@@ -56,6 +56,16 @@ def test_exports_only(source: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "f.json").read_text())["step"] == 2000
 
 
+def test_export_does_not_replace_a_file_unasked(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text("mine")
+    arguments = (source, "--forecast", DATA / "torch_trainer.pt", "--export-forecast", tmp_path / "f.safetensors")
+    assert "f.json exists; give another name" in run(*arguments, code=1)
+    assert (tmp_path / "f.json").read_text() == "mine"
+    assert not (tmp_path / "f.safetensors").exists()
+    run(*arguments, "--overwrite")
+    assert json.loads((tmp_path / "f.json").read_text())["step"] == 2000
+
+
 def test_says_what_was_left_out(tmp_path: Path) -> None:
     tensors = random_tensors(base_shapes(tied=True))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]

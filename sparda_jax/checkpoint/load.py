@@ -51,10 +51,21 @@ def load_model(
         )
     arrays: dict[str, jax.Array] = {}
     for item in weights.items:
-        for name, value in weights.read_item(item).items():
-            arrays[name] = jax.device_put(value.astype(wanted, copy=False), target)
+        arrays |= put(weights.read_item(item), wanted, target)
     model = abstract_decoder(weights.config, has_forecast=weights.forecast is not None, dtype=wanted)
     return fill(model, arrays)
+
+
+def put(
+    values: dict[str, np.ndarray],
+    dtype: np.dtype,
+    device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> dict[str, jax.Array]:
+    """Moves host values to a device, one by one: each leaves ``values``, and host memory, before the next is copied."""
+    arrays = {}
+    for name in list(values):
+        arrays[name] = jax.device_put(values.pop(name).astype(dtype, copy=False), device).block_until_ready()
+    return arrays
 
 
 def fill[M: nnx.Module](model: M, arrays: Mapping[str, jax.Array | np.ndarray]) -> M:

@@ -80,6 +80,8 @@ class Manifest:
                 name: TensorRecord(**{**record, "shape": tuple(record["shape"])})
                 for name, record in data["tensors"].items()
             }
+            if not isinstance(data["forecast"], dict | None):
+                raise TypeError("forecast is neither an object nor null")
             return cls(**{**data, "tensors": tensors, "dropped": tuple(data["dropped"])})
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{folder}: {MANIFEST_FILE} is incomplete ({error}); convert again") from error

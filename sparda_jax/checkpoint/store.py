@@ -14,7 +14,11 @@ WEIGHTS_FOLDER = "weights"
 
 def write_item(folder: Path, item: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes one item below ``folder``; the keys are the parameters' dotted paths."""
-    ocp.save(str(folder / WEIGHTS_FOLDER / item), traverse_util.unflatten_dict(dict(arrays), sep="."))
+    context = ocp.Context()
+    # Weights in bfloat16 shrink by a fifth at best, and every load would pay for the decompression.
+    context.array.saving.use_compression = False
+    with context:
+        ocp.save(str(folder / WEIGHTS_FOLDER / item), traverse_util.unflatten_dict(dict(arrays), sep="."))
 
 
 def read_item(folder: Path, item: str) -> dict[str, np.ndarray]:

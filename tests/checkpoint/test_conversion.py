@@ -306,6 +306,7 @@ def _edit(out: Path, name: str, **changes: Any) -> None:
         (lambda out: _edit(out, "manifest.json", format_version=2), r"format_version=2, this version .* reads 1"),
         (lambda out: _edit(out, "manifest.json", tensors={}), r"30 problems:\n  missing: model\.embed"),
         (lambda out: _edit(out, "manifest.json", tensors=None), r"manifest\.json is incomplete"),
+        (lambda out: _edit(out, "manifest.json", forecast=[]), r"manifest\.json is incomplete \(forecast is neither"),
         (lambda out: (out / "manifest.json").write_text("{"), r"manifest\.json is not valid JSON"),
         (lambda out: _edit(out, "config.json", num_hidden_layers=2), r"unexpected: model\.layers\.2\.input_layernorm"),
         (
