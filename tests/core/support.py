@@ -208,6 +208,7 @@ class Session:
         return [join(lane) for lane in zip(*steps, strict=True)]
 
 
+@jax.jit
 def poisoned(cache: KVCache) -> KVCache:
     """NaN in every row of keys and values behind a sequence's end, and in every unfinished compressed key."""
     lengths = cache.lengths[:, None, None, None]
@@ -226,11 +227,18 @@ def poisoned(cache: KVCache) -> KVCache:
 
 
 @functools.cache
-def whole(mode: Mode, length: int, seed: int = 5, *, sparse: bool = True, kind: str | None = None) -> Output:
+def whole(mode: Mode, length: int, seed: int = 5) -> Output:
     """`tokens(1000, seed)[:length]` in one call, alone: what other ways to feed it have to equal."""
-    kind = kind or kind_of(mode)
-    session = Session(toy(kind), mode, sparse=sparse, skew=skew_for(mode))
-    return session.feed([tokens(1000, seed)[:length]])[0]
+    return alone(mode, length, 0, seed)
+
+
+@functools.cache
+def alone(mode: Mode, prompt: int, steps: int, seed: int = 5) -> Output:
+    """`tokens(1000, seed)` as a prompt in one call and teacher-forced steps, without any neighbour."""
+    session = Session(toy(kind_of(mode)), mode, skew=skew_for(mode))
+    ids = tokens(1000, seed)
+    outputs = session.feed([ids[:prompt]])
+    return join(outputs + (session.decode(ids[None, prompt : prompt + steps]) if steps else []))
 
 
 def assert_same(found: Output, expected: Output, atol: float = 1e-4) -> None:

@@ -182,7 +182,7 @@ def test_ties_go_to_the_lowest_block():
 
 
 def test_published_width():
-    """120 blocks: 96 are returned, sorted, 34 of them forced; 50 blocks: 21 valid ones at block 20 (spec 13.21, 13.22)."""
+    """120 blocks: 96 are returned, sorted, 34 forced; 50 blocks: 21 valid ones at block 20 (spec 13.21, 13.22)."""
     rng = np.random.default_rng(0)
     found, expected = ours_and_the_oracles(normal(rng, 1, 3, 120), np.array([119, 40, 5]), local=32, total=96)
     np.testing.assert_array_equal(found, expected)
