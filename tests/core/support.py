@@ -204,7 +204,7 @@ class Session:
 
     def decode(self, ids: np.ndarray) -> list[Output]:
         """Teacher-forced steps, `ids [batch, steps]`; one joined `Output` per sequence."""
-        steps = [self.feed(ids[:, i : i + 1], 1, decode=True) for i in range(ids.shape[1])]
+        steps = [self.feed(list(ids[:, i : i + 1]), 1, decode=True) for i in range(ids.shape[1])]
         return [join(lane) for lane in zip(*steps, strict=True)]
 
 

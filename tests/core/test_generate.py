@@ -1,0 +1,261 @@
+"""The runner: greedy tokens as the oracle's, buckets that leave no trace, lanes that do not disturb each other."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import sparda_jax.generate as generate
+from sparda_jax.config import ConfigError
+from sparda_jax.generate import GenerationStats, Lanes, Runner
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.selection import Mode
+from tests import oracle
+from tests.core.support import kind_of, oracle_mode, skew_for, tokens, toy
+
+DENSE_LEN, NEW = 450, 12
+# One that crosses dense_len in its fourth step, one that stays dense, one that is sparse from the start.
+LENGTHS = (446, 40, 600)
+MODES = (Mode.SPARSE, Mode.SPARDA)
+
+
+@functools.cache
+def runner(mode: Mode) -> Runner:
+    return Runner(toy("threshold").decoder, mode=mode)
+
+
+def prompt(length: int, seed: int = 5) -> list[int]:
+    return tokens(1000, seed)[:length].tolist()
+
+
+def finish(lanes: Lanes, count: int) -> np.ndarray:
+    """The first `count` tokens of every lane, [count, batch]."""
+    found: list[np.ndarray] = []
+    while len(found) < count:
+        new = lanes.advance()
+        if new is not None:
+            found.append(new)
+    return np.stack(found)
+
+
+@functools.cache
+def oracle_greedy(mode: Mode, length: int, count: int = NEW) -> tuple[list[int], list[oracle.OracleResult]]:
+    """Its tokens, and the results of the prefill and of each step that processed one of them."""
+    model = toy("threshold")
+    results = [oracle.forward(model.weights, model.config, prompt(length), oracle_mode(mode))]
+    found = [int(results[-1].logits[-1].argmax())]
+    while len(found) < count:
+        results.append(oracle.decode(results[-1].state, found[-1]))
+        found.append(int(results[-1].logits[-1].argmax()))
+    return found, results
+
+
+@functools.cache
+def batch_run(mode: Mode) -> tuple[np.ndarray, list[GenerationStats]]:
+    lanes = runner(mode).start_batch([prompt(n) for n in LENGTHS], [SamplingParams(max_tokens=NEW)] * 3)
+    return finish(lanes, NEW), lanes.stats
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_are_the_oracles(mode: Mode):
+    """A ragged batch, dense and sparse requests side by side."""
+    found, _ = batch_run(mode)
+    for lane, length in enumerate(LENGTHS):
+        assert found[:, lane].tolist() == oracle_greedy(mode, length)[0]
+
+
+def count_blocks(results: list[oracle.OracleResult], first: int) -> tuple[list[int], int]:
+    """Per layer (KV head, token, block) triples that the oracle read, and those that were visible."""
+    read, visible, position = [0, 0, 0], 0, first
+    for result in results:
+        rows = np.arange(position, position + len(result.logits))
+        position += len(rows)
+        here = 2 * int((rows // 64 + 1).sum())
+        visible += here
+        for layer, ids in enumerate(result.selections):
+            read[layer] += here if ids is None else int((ids >= 0).sum())
+    return read, visible
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stats_count_what_the_oracle_reads(mode: Mode):
+    _, stats = batch_run(mode)
+    for lane, length in enumerate(LENGTHS):
+        _, results = oracle_greedy(mode, length)
+        assert stats[lane].mode == mode.value
+        for phase, part, first in (
+            (stats[lane].prefill, results[:1], 0),
+            (stats[lane].decode, results[1:], length),
+        ):
+            read, visible = count_blocks(part, first)
+            assert phase.blocks_read == read
+            assert phase.blocks_visible == visible
+            assert phase.read_fraction == pytest.approx(sum(read) / (3 * visible))
+        assert (stats[lane].prefill.tokens, stats[lane].decode.tokens) == (length, NEW - 1)
+    assert stats[2].decode.read_fraction < 0.65
+    assert stats[1].decode.read_fraction == 1
+
+
+def test_stats_as_a_dictionary():
+    stats = batch_run(Mode.SPARDA)[1][2]
+    found = stats.to_dict()
+    assert found["mode"] == "sparda"
+    assert found["decode"]["blocks_read"] == stats.decode.blocks_read
+    assert found["prefill"]["read_fraction"] == stats.prefill.read_fraction
+    empty = generate.PhaseStats(tokens=0, blocks_read=[0, 0], blocks_visible=0)
+    assert empty.read_fraction == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_alone_gets_the_same(mode: Mode):
+    batch, stats = batch_run(mode)
+    for lane, length in enumerate(LENGTHS):
+        sequence = runner(mode).start(prompt(length), SamplingParams(max_tokens=NEW))
+        found = []
+        while len(found) < NEW:
+            token = sequence.advance()
+            found += [] if token is None else [token]
+        assert found == batch[:, lane].tolist()
+        assert sequence.stats == stats[lane]
+        assert (sequence.prompt_tokens, sequence.prefilled) == (length, length)
+
+
+def test_a_bucket_that_grows_in_mid_decode_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
+    """1016 tokens and 24 more: from a cache of 1024 to one of 2048, against a run that has 2048 from the start."""
+    ids = [*prompt(1000), *prompt(16, 6)]
+
+    def run() -> tuple[np.ndarray, GenerationStats, Lanes]:
+        lanes = runner(Mode.SPARDA).start_batch([ids], [SamplingParams(max_tokens=24)])
+        return finish(lanes, 24), lanes.stats[0], lanes
+
+    found, stats, lanes = run()
+    assert lanes._cache is not None
+    assert lanes._cache.capacity == 2048
+    monkeypatch.setattr(generate, "MIN_CAPACITY", 2048)
+    expected, expected_stats, lanes = run()
+    np.testing.assert_array_equal(found, expected)
+    assert stats == expected_stats
+    assert len(np.unique(found)) > 3
+
+
+def test_prefill_in_chunks_over_growing_buckets(monkeypatch: pytest.MonkeyPatch):
+    """64 tokens a call, caches of 256 (no selection needed), 512 and 1024: the same tokens and the same counts."""
+    expected, stats = batch_run(Mode.SPARDA)
+    monkeypatch.setattr(generate, "MIN_CAPACITY", 256)
+    monkeypatch.setattr(generate, "PREFILL_CHUNKS", (64,))
+    lanes = runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], [SamplingParams(max_tokens=NEW)] * 3)
+    calls = 0
+    while lanes.prefilled < max(LENGTHS):
+        assert (lanes.advance() is None) == (lanes.prefilled < max(LENGTHS))
+        calls += 1
+        assert lanes.prefilled == min(64 * calls, 600)
+    assert calls == 10
+    np.testing.assert_array_equal(finish(lanes, NEW - 1), expected[1:])
+    assert lanes.stats == stats
+
+
+def test_finished_lanes_rest_and_disturb_nobody():
+    expected, _ = batch_run(Mode.SPARDA)
+    lanes = runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], [SamplingParams(max_tokens=NEW)] * 3)
+    found = finish(lanes, 4)
+    lanes.finish(0)
+    before = lanes.stats[0].decode.tokens
+    later = finish(lanes, NEW - 4)
+    assert np.all(later[:, 0] == -1)
+    assert lanes.stats[0].decode.tokens == before == 3
+    np.testing.assert_array_equal(np.concatenate([found, later])[:, 1:], expected[:, 1:])
+    np.testing.assert_array_equal(found, expected[:4])
+
+
+def test_sequences_that_take_turns_do_not_mix():
+    expected, _ = batch_run(Mode.SPARDA)
+    sequences = [runner(Mode.SPARDA).start(prompt(n), SamplingParams(max_tokens=NEW)) for n in LENGTHS]
+    found: list[list[int]] = [[], [], []]
+    while any(len(f) < 6 for f in found):
+        for sequence, f in zip(sequences, found, strict=True):
+            token = sequence.advance()
+            f += [] if token is None else [token]
+    for lane, f in enumerate(found):
+        assert f[:6] == expected[:6, lane].tolist()
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch():
+    params = [SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.98, seed=s) for s in (3, 4, 5)]
+    lanes = runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], params)
+    batch = finish(lanes, NEW)
+    for lane in (0, 2):
+        alone = runner(Mode.SPARDA).start_batch([prompt(LENGTHS[lane])], [params[lane]])
+        np.testing.assert_array_equal(finish(alone, NEW)[:, 0], batch[:, lane])
+    assert np.any(batch != batch_run(Mode.SPARDA)[0])
+
+
+@pytest.mark.parametrize("mode", [Mode.DENSE, Mode.INFINIGEN, Mode.RANDOM, Mode.SPARDA_DECODE_ONLY])
+def test_the_other_modes_run(mode: Mode):
+    """Through the runner too: dense and InfiniGen against the oracle, the rest by how much they read."""
+    model = toy(kind_of(mode))
+    calibration = prompt(300) if mode is Mode.INFINIGEN else None
+    run = Runner(model.decoder, mode=mode, calibration=calibration)
+    if mode is Mode.INFINIGEN:
+        run._skew = skew_for(mode)
+    lanes = run.start_batch([prompt(620)], [SamplingParams(max_tokens=6)])
+    found = finish(lanes, 6)[:, 0].tolist()
+    fraction = lanes.stats[0].decode.read_fraction
+    assert fraction == (1 if mode is Mode.DENSE else pytest.approx(0.6))
+    if mode is Mode.RANDOM:
+        return
+    result = oracle.forward(model.weights, model.config, prompt(620), oracle_mode(mode))
+    for token in found:
+        assert token == result.logits[-1].argmax()
+        result = oracle.decode(result.state, token)
+
+
+def test_buckets():
+    run = runner(Mode.SPARDA)
+    assert [run.capacity_for(n) for n in (1, 1024, 1025, 2048, 2049, 4096)] == [1024, 1024, 2048, 2048, 4096, 4096]
+    small = Runner(toy().decoder, max_model_len=100)
+    assert small.capacity_for(100) == 128
+    odd = Runner(toy().decoder, max_model_len=1500)
+    assert (odd.capacity_for(1000), odd.capacity_for(1500)) == (1024, 1536)
+
+
+def test_chunks_fit_the_rest_and_the_memory(monkeypatch: pytest.MonkeyPatch):
+    run = runner(Mode.SPARDA)
+    assert [run.chunk_for(1, n, 1024) for n in (1, 64, 65, 256, 257, 5000)] == [64, 64, 256, 256, 1024, 1024]
+    # 4 bytes x batch 2 x 8 heads x capacity 1024 are 64 KiB a row.
+    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 256 * 2**16)
+    assert [run.chunk_for(2, n, 1024) for n in (1, 65, 5000)] == [64, 256, 256]
+    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 1)
+    assert run.chunk_for(2, 5000, 1024) == 64
+
+
+GREEDY = SamplingParams(max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts is empty"),
+        ([[]], "prompt is empty"),
+        ([[5], []], "prompt is empty"),
+        ([[5, 96]], r"token ids 5\.\.96, outside vocab_size=96"),
+        ([[-1]], r"token ids -1\.\.-1, outside vocab_size=96"),
+        ([[5] * 93], "prompt of 93 tokens and max_tokens=8 exceed max_model_len=100.*--max-model-len"),
+    ],
+)
+def test_bad_prompts_are_named(prompts: list[list[int]], message: str):
+    run = Runner(toy().decoder, max_model_len=100)
+    with pytest.raises(ValueError, match=message):
+        run.start_batch(prompts, [GREEDY] * len(prompts))
+
+
+def test_a_prompt_that_just_fits_is_taken():
+    run = Runner(toy().decoder, max_model_len=100)
+    lanes = run.start_batch([[5] * 92], [GREEDY])
+    assert finish(lanes, 8).shape == (8, 1)
+
+
+def test_bad_runners_are_named():
+    with pytest.raises(ConfigError, match="mode=infinigen needs calibration tokens"):
+        Runner(toy("wide").decoder, mode=Mode.INFINIGEN)
+    with pytest.raises(ConfigError, match="max_model_len=1 is not supported"):
+        Runner(toy().decoder, max_model_len=1)
