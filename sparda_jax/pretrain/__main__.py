@@ -1,14 +1,16 @@
 """``python -m sparda_jax.pretrain``: the bundled model from nothing.
 
 1. ``python -m sparda_jax.pretrain.prepare`` downloads the corpus and trains the tokenizer (needs a Debian system);
-2. ``python -m sparda_jax.pretrain train OUT`` trains the model (an H200: 9 minutes) and writes a Hugging Face folder;
-3. ``python -m sparda_jax.pretrain evaluate MODEL`` measures recall on held-out prompts.
+2. ``python -m sparda_jax.pretrain train DENSE`` trains it from random weights (an H200: 10 minutes);
+3. ``python -m sparda_jax.pretrain adapt DENSE OUT`` makes it good at sparse attention (7 minutes);
+4. ``python -m sparda_jax.pretrain evaluate OUT`` measures recall on held-out prompts.
 """
 
 import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +21,12 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from sparda_jax.checkpoint import save_hf
+from sparda_jax.checkpoint import load_model, save_hf
 from sparda_jax.config import ModelConfig
-from sparda_jax.pretrain.batches import BatchPool, StreamConfig
+from sparda_jax.model import Decoder
+from sparda_jax.pretrain.batches import Batch, BatchPool, StreamConfig
 from sparda_jax.pretrain.evaluate import RecallResult, evaluate_recall, load_modes
-from sparda_jax.pretrain.recipe import Phase, Recipe, hf_config
+from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, Phase, Recipe, hf_config
 from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
 from sparda_jax.pretrain.trainer import train as run_training
 from sparda_jax.selection import Mode
@@ -35,23 +38,61 @@ console = Console(soft_wrap=True)
 DataOption = Annotated[Path, typer.Option(help="Folder that sparda_jax.pretrain.prepare wrote.")]
 
 
+WorkersOption = Annotated[int, typer.Option(help="Processes that make batches.")]
+ScaleOption = Annotated[float, typer.Option(help="Multiplies the length of every phase.")]
+BatchOption = Annotated[int, typer.Option(help="Tokens of a step.")]
+WORKERS = max(1, (os.cpu_count() or 2) - 2)
+
+
 @app.command()
 def train(
     out: Annotated[Path, typer.Argument(help="Folder to write, a Hugging Face checkpoint.")],
     data: DataOption = Path(".data/pretrain"),
-    workers: Annotated[int, typer.Option(help="Processes that make batches.")] = max(1, (os.cpu_count() or 2) - 2),
+    workers: WorkersOption = WORKERS,
     seed: Annotated[int, typer.Option(help="Of the initial weights and of the batches.")] = 0,
-    scale: Annotated[float, typer.Option(help="Multiplies the length of every phase.")] = 1.0,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = Recipe.batch_tokens,
+    scale: ScaleOption = 1.0,
+    batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
-    """Train the bundled model."""
-    folder = data / "tokenizer"
-    tokenizer = Tokenizer.from_pretrained(folder)
-    generation = json.loads((folder / "generation_config.json").read_text())
-    description = hf_config(tokenizer.vocab_size, generation["bos_token_id"], generation["eos_token_id"])
+    """First stage: train from random weights."""
+    description, generation = _description(data)
+    recipe = dataclasses.replace(PRETRAINING, seed=seed, batch_tokens=batch_tokens).scaled(scale)
     config = ModelConfig.from_hf(description, generation)
-    phases = tuple(dataclasses.replace(p, tokens=p.tokens * scale) for p in Recipe().phases)
-    recipe = Recipe(phases=phases, seed=seed, batch_tokens=batch_tokens)
+    model = Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    _run(model, recipe, description, generation, data, out, workers)
+
+
+@app.command()
+def adapt(
+    start: Annotated[Path, typer.Argument(help="The folder that `train` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write, a Hugging Face checkpoint.")],
+    data: DataOption = Path(".data/pretrain"),
+    workers: WorkersOption = WORKERS,
+    seed: Annotated[int, typer.Option(help="Of the batches.")] = 1,
+    scale: ScaleOption = 1.0,
+    batch_tokens: BatchOption = Recipe.batch_tokens,
+) -> None:
+    """Second stage: mostly sparse attention, with the loss that teaches selection."""
+    description, generation = _description(data)
+    recipe = dataclasses.replace(ADAPTATION, seed=seed, batch_tokens=batch_tokens).scaled(scale)
+    _run(load_model(start, dtype=jnp.float32), recipe, description, generation, data, out, workers)
+
+
+def _description(data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` and ``generation_config.json`` of the model for this tokenizer."""
+    generation = json.loads((data / "tokenizer" / "generation_config.json").read_text())
+    vocab_size = Tokenizer.from_pretrained(data / "tokenizer").vocab_size
+    return hf_config(vocab_size, generation["bos_token_id"], generation["eos_token_id"]), generation
+
+
+def _run(
+    model: Decoder,
+    recipe: Recipe,
+    description: dict[str, Any],
+    generation: dict[str, Any],
+    data: Path,
+    out: Path,
+    workers: int,
+) -> None:
     started = time.perf_counter()
     log: list[dict[str, Any]] = []
 
@@ -62,21 +103,21 @@ def train(
 
     with BatchPool(data, num_workers=workers) as pool:
 
-        def batches_of(phase: Phase, start: int, steps: int):
-            stream = StreamConfig(
-                seq_len=phase.seq_len, batch_size=batch_tokens // phase.seq_len, seed=seed, long_fraction=0.6
-            )
+        def batches_of(phase: Phase, start: int, steps: int) -> Iterator[Batch]:
+            rows = recipe.batch_tokens // phase.seq_len
+            stream = StreamConfig(seq_len=phase.seq_len, batch_size=rows, seed=recipe.seed, long_fraction=0.6)
             return pool.batches(stream, start, start + steps)
 
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        model, _ = run_training(config, recipe, batches_of, dtype=dtype, report=report)
-    save_hf(_in_bfloat16(model), folder, out, description, generation_config=generation, overwrite=True)
+        model, _ = run_training(model, recipe, batches_of, dtype=dtype, report=report)
+    tokenizer = data / "tokenizer"
+    save_hf(_in_bfloat16(model), tokenizer, out, description, generation_config=generation, overwrite=True)
     record = {"recipe": dataclasses.asdict(recipe), "seconds": time.perf_counter() - started, "log": log}
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"wrote {out}")
 
 
-def _in_bfloat16(model):
+def _in_bfloat16(model: Decoder) -> Decoder:
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 

@@ -64,17 +64,9 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Optimiser and schedule: AdamW, linear warm-up, cosine decay."""
+    """Optimiser and schedule: AdamW, linear warm-up, cosine decay; ``routing_weight`` scales the loss of routing.py."""
 
-    phases: tuple[Phase, ...] = (
-        Phase(seq_len=512, tokens=80),
-        Phase(seq_len=2048, tokens=150),
-        Phase(seq_len=4096, tokens=120),
-        Phase(seq_len=8192, tokens=70),
-        Phase(seq_len=4096, tokens=70, sparse_every=(4, 5)),
-        Phase(seq_len=8192, tokens=70, sparse_every=(4, 5)),
-        Phase(seq_len=16384, tokens=20, sparse_every=(1, 2)),
-    )
+    phases: tuple[Phase, ...]
     batch_tokens: int = 65536
     peak_learning_rate: float = 2e-3
     final_learning_rate: float = 2e-4
@@ -82,11 +74,46 @@ class Recipe:
     weight_decay: float = 0.1
     beta2: float = 0.95
     max_grad_norm: float = 1.0
+    routing_weight: float = 0.0
     seed: int = 0
 
     def steps(self, phase: Phase) -> int:
         return max(1, round(phase.tokens * 1e6 / self.batch_tokens))
 
+    def scaled(self, factor: float) -> "Recipe":
+        """The same recipe with every phase ``factor`` times as long."""
+        return dataclasses.replace(
+            self, phases=tuple(dataclasses.replace(p, tokens=p.tokens * factor) for p in self.phases)
+        )
+
     @property
     def total_steps(self) -> int:
         return sum(self.steps(phase) for phase in self.phases)
+
+
+# First stage: from random weights, the last quarter mostly sparse.
+PRETRAINING = Recipe(
+    phases=(
+        Phase(seq_len=512, tokens=80),
+        Phase(seq_len=2048, tokens=150),
+        Phase(seq_len=4096, tokens=120),
+        Phase(seq_len=8192, tokens=70),
+        Phase(seq_len=4096, tokens=70, sparse_every=(4, 5)),
+        Phase(seq_len=8192, tokens=70, sparse_every=(4, 5)),
+        Phase(seq_len=16384, tokens=20, sparse_every=(1, 2)),
+    ),
+)
+
+# Second stage: from the weights of the first, mostly sparse, with the routing loss.
+ADAPTATION = Recipe(
+    phases=(
+        Phase(seq_len=2048, tokens=20, sparse_every=(4, 5)),
+        Phase(seq_len=4096, tokens=120, sparse_every=(4, 5)),
+        Phase(seq_len=8192, tokens=80, sparse_every=(4, 5)),
+        Phase(seq_len=16384, tokens=12, sparse_every=(4, 5)),
+    ),
+    peak_learning_rate=1e-3,
+    final_learning_rate=1e-4,
+    warmup_steps=100,
+    routing_weight=0.1,
+)

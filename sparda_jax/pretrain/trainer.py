@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sparda_jax.config import ModelConfig
-from sparda_jax.model import Decoder, rope_tables
+from sparda_jax.model import Decoder, Projections, rope_tables
 from sparda_jax.pretrain.attention import dense_attention, sparse_attention
+from sparda_jax.pretrain.batches import Batch, LossWeights
 from sparda_jax.pretrain.recipe import Phase, Recipe
-
-Batch = Mapping[str, np.ndarray]
+from sparda_jax.pretrain.routing import routing_loss, sample_queries
 
 
 @jax.tree_util.register_dataclass
@@ -52,13 +51,20 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def forward_logits(
-    model: Decoder, tokens: Int[Array, "batch q_len"], sparse: bool
+    model: Decoder,
+    tokens: Int[Array, "batch q_len"],
+    sparse: bool,
+    observe: Callable[[Projections], None] = lambda projections: None,
 ) -> Float[Array, "batch q_len vocab"]:
-    """Logits of whole sequences, every layer dense or every layer sparse."""
+    """Logits of whole sequences, every layer dense or every layer sparse; ``observe`` sees each layer's projections."""
     config = model.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cos, sin = rope_tables(config, positions)
-    attend = functools.partial(sparse_attention, config) if sparse else dense_attention
+
+    def attend(projections: Projections) -> Float[Array, "batch q_len heads head_dim"]:
+        observe(projections)
+        return sparse_attention(config, projections) if sparse else dense_attention(projections)
+
     x = model.embed(tokens)
     for layer in model.layers:
         x = layer(x, cos, sin, attend)
@@ -66,49 +72,68 @@ def forward_logits(
 
 
 def loss_and_metrics(
-    graphdef: nnx.GraphDef, params: nnx.State, batch: dict[str, Array], sparse: bool, dtype: jnp.dtype
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    batch: dict[str, Array],
+    key: jax.Array,
+    *,
+    sparse: bool,
+    routing_weight: float,
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Weighted cross entropy, and the loss and accuracy of the heavily weighted (answer) tokens alone."""
+    """Weighted cross entropy plus ``routing_weight`` times the routing loss; the parts apart as metrics."""
     model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), params))
     tokens, weights = batch["tokens"], batch["loss_weights"]
-    logits = forward_logits(model, tokens[:, :-1], sparse)
+    value_weight = LossWeights().value
+    queries, valid = sample_queries(weights, value_weight, key)
+    routing: list[Float[Array, ""]] = []
+
+    def observe(projections: Projections) -> None:
+        if routing_weight:
+            routing.append(routing_loss(model.config, projections, queries, valid))
+
+    logits = forward_logits(model, tokens[:, :-1], sparse, observe)
     targets = tokens[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    answers = weights > 1
-    right = (jnp.argmax(logits, axis=-1) == targets) & answers
-    count = jnp.maximum(jnp.sum(answers), 1)
-    text = weights == 1
+    loss = jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
+    right = jnp.argmax(logits, axis=-1) == targets
+    values, text = weights >= value_weight, weights == LossWeights().text
     metrics = {
-        "answer_loss": jnp.sum(losses * answers) / count,
-        "answer_accuracy": jnp.sum(right) / count,
+        "loss": loss,
+        "value_accuracy": jnp.sum(right & values) / jnp.maximum(jnp.sum(values), 1),
+        "value_loss": jnp.sum(losses * values) / jnp.maximum(jnp.sum(values), 1),
         "text_loss": jnp.sum(losses * text) / jnp.maximum(jnp.sum(text), 1),
     }
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1), metrics
+    if routing:
+        metrics["routing_loss"] = sum(routing, start=jnp.float32(0))
+        loss = loss + routing_weight * metrics["routing_loss"]
+    return loss, metrics
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype: jnp.dtype
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, recipe: Recipe, dtype: jnp.dtype
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """The jitted step ``(state, batch, sparse) -> (state, metrics)``; the state is donated."""
 
     @functools.partial(jax.jit, static_argnames=("sparse",), donate_argnums=(0,))
     def step(state: TrainState, batch: dict[str, Array], *, sparse: bool) -> tuple[TrainState, dict[str, Array]]:
         def loss_fn(params):
-            return loss_and_metrics(graphdef, params, batch, sparse, dtype)
+            return loss_and_metrics(
+                graphdef, params, batch, key, sparse=sparse, routing_weight=recipe.routing_weight, dtype=dtype
+            )
 
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+        (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        params = cast(nnx.State, optax.apply_updates(state.params, updates))
+        metrics |= {"grad_norm": optax.global_norm(grads)}
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return step
 
 
-def init_state(
-    config: ModelConfig, recipe: Recipe, optimizer: optax.GradientTransformation
-) -> tuple[nnx.GraphDef, TrainState]:
-    model = Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(recipe.seed))
+def init_state(model: Decoder, optimizer: optax.GradientTransformation) -> tuple[nnx.GraphDef, TrainState]:
+    """A fresh optimiser over the model's float32 weights."""
     graphdef, params = nnx.split(model)
     return graphdef, TrainState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0))
 
@@ -117,7 +142,7 @@ def _on_device(batches: Iterable[Batch]) -> Iterator[dict[str, Array]]:
     """Moves each batch while the step before it runs."""
     waiting: dict[str, Array] | None = None
     for batch in batches:
-        moving = {name: jax.device_put(array) for name, array in batch.items()}
+        moving = {name: jax.device_put(batch[name]) for name in ("tokens", "loss_weights")}
         if waiting is not None:
             yield waiting
         waiting = moving
@@ -126,7 +151,7 @@ def _on_device(batches: Iterable[Batch]) -> Iterator[dict[str, Array]]:
 
 
 def train(
-    config: ModelConfig,
+    model: Decoder,
     recipe: Recipe,
     batches_of: Callable[[Phase, int, int], Iterable[Batch]],
     *,
@@ -137,28 +162,34 @@ def train(
     """Runs all phases.
 
     Args:
+        model: float32 weights to start from.
         batches_of: (phase, first step, number of steps) -> that many batches of ``tokens [batch, seq_len + 1]`` and
             ``loss_weights [batch, seq_len]``.
         dtype: of activations and gradients; parameters and the optimiser stay float32.
-        report: gets a dictionary of metrics every ``report_every`` steps.
+        report: gets a dictionary of metrics of two neighbouring steps every ``report_every``.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
     optimizer = make_optimizer(recipe)
-    graphdef, state = init_state(config, recipe, optimizer)
-    train_step = make_train_step(graphdef, optimizer, dtype)
+    graphdef, state = init_state(model, optimizer)
+    train_step = make_train_step(graphdef, optimizer, recipe, dtype)
     done, seen = 0, 0
     for phase in recipe.phases:
         started, start_step = time.perf_counter(), done
         for batch in _on_device(batches_of(phase, done, recipe.steps(phase))):
-            state, metrics = train_step(state, batch, sparse=phase.is_sparse(done))
+            sparse = phase.is_sparse(done)
+            state, metrics = train_step(state, batch, sparse=sparse)
             done += 1
             seen += batch["loss_weights"].size
-            if done % report_every == 0 or done == recipe.total_steps:
+            # Two steps in a row, so that a phase of both kinds shows both.
+            if done % report_every <= 1 or done == recipe.total_steps:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not np.isfinite(values["loss"]):
                     raise FloatingPointError(f"loss={values['loss']} at step {done}: lower peak_learning_rate")
                 rate = (done - start_step) * recipe.batch_tokens / (time.perf_counter() - started)
-                report({"step": done, "tokens": seen, "seq_len": phase.seq_len, "tokens_per_s": rate} | values)
+                report(
+                    {"step": done, "tokens": seen, "seq_len": phase.seq_len, "sparse": sparse, "tokens_per_s": rate}
+                    | values
+                )
     return nnx.merge(graphdef, state.params), state
