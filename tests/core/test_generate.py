@@ -11,7 +11,7 @@ from sparda_jax.generate import GenerationStats, Lanes, Runner
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from tests import oracle
-from tests.core.support import kind_of, oracle_mode, skew_for, tokens, toy
+from tests.core.support import kind_of, load, oracle_mode, skew_for, tokens, toy
 
 DENSE_LEN, NEW = 450, 12
 # One that crosses dense_len in its fourth step, one that stays dense, one that is sparse from the start.
@@ -207,6 +207,29 @@ def test_the_other_modes_run(mode: Mode):
     for token in found:
         assert token == result.logits[-1].argmax()
         result = oracle.decode(result.state, token)
+
+
+@pytest.mark.parametrize("max_model_len", [512, 1024])
+def test_longrope_factors_follow_the_longest_sequence_served(max_model_len: int):
+    """One list for all requests: a short prompt gets the long factors where longer ones may come (spec 1.4, Q13)."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 512,
+    }
+    config = oracle.toy_config(num_hidden_layers=1, rope_scaling=scaling)
+    weights = oracle.toy_weights(config, seed=3)
+    run = Runner(load(config, weights).decoder, mode=Mode.DENSE, max_model_len=max_model_len)
+    found = finish(run.start_batch([prompt(300)], [SamplingParams(max_tokens=6)]), 6)[:, 0].tolist()
+    greedy = {}
+    for table_len in (512, 1024):
+        result, greedy[table_len] = oracle.forward(weights, config, prompt(300), "dense", table_len=table_len), []
+        while len(greedy[table_len]) < 6:
+            greedy[table_len].append(int(result.logits[-1].argmax()))
+            result = oracle.decode(result.state, greedy[table_len][-1])
+    assert found == greedy[max_model_len]
+    assert greedy[512] != greedy[1024]
 
 
 def test_buckets():

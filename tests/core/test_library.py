@@ -6,10 +6,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from sparda_jax import infinigen
 from sparda_jax.checkpoint import CheckpointError
-from sparda_jax.config import ConfigError
+from sparda_jax.config import MINICPM41_128K_FACTORS, ConfigError
 from sparda_jax.library import SparDA
 from tests import oracle
 from tests.core.support import write_checkpoint
@@ -122,6 +123,18 @@ def test_infinigen_calibrates_on_the_bundled_text(folder: Path, monkeypatch: pyt
     for basis in skew:
         np.testing.assert_allclose(jnp.einsum("hdc,hde->hce", basis, basis), np.stack([np.eye(16)] * 2), atol=1e-4)
     assert len(model.generate("hello", max_new_tokens=2)[0].tokens) == 2
+
+
+def test_long_context_takes_the_published_factors(tmp_path: Path):
+    scaling = {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64, "original_max_position_embeddings": 65536}
+    config = oracle.toy_config(
+        vocab_size=320, head_dim=128, num_attention_heads=2, rope_scaling={"rope_type": "longrope"} | scaling
+    )
+    write_tokenizer(write_checkpoint(tmp_path, config, oracle.toy_weights(config)))
+    plain, long = (SparDA.from_pretrained(tmp_path, long_context=x).runner for x in (False, True))
+    assert plain.config.rope.long_factor == (1.0,) * 64
+    # What the compiled steps see is the model behind the runner, not the runner's own field.
+    assert nnx.merge(long._graphdef, long._state).config.rope.long_factor == MINICPM41_128K_FACTORS
 
 
 def test_what_is_wrong_is_named(folder: Path, tmp_path: Path, model: SparDA):
