@@ -104,8 +104,13 @@ def _run(
     with BatchPool(data, num_workers=workers) as pool:
 
         def batches_of(phase: Phase, start: int, steps: int) -> Iterator[Batch]:
-            rows = recipe.batch_tokens // phase.seq_len
-            stream = StreamConfig(seq_len=phase.seq_len, batch_size=rows, seed=recipe.seed, long_fraction=0.6)
+            stream = StreamConfig(
+                seq_len=phase.seq_len,
+                batch_size=recipe.batch_tokens // phase.seq_len,
+                seed=recipe.seed,
+                text_fraction=recipe.text_fraction,
+                long_fraction=recipe.long_fraction,
+            )
             return pool.batches(stream, start, start + steps)
 
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32

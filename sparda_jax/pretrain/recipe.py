@@ -64,7 +64,15 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Optimiser and schedule: AdamW, linear warm-up, cosine decay; ``routing_weight`` scales the loss of routing.py."""
+    """Optimiser and schedule: AdamW, linear warm-up, cosine decay.
+
+    Attributes:
+        phases: stretches of training, in order.
+        batch_tokens: tokens of a step.
+        routing_weight: scale of the loss of routing.py.
+        text_fraction: share of the rows that are plain text; the others hold recall documents.
+        long_fraction: share of the recall rows that one document fills.
+    """
 
     phases: tuple[Phase, ...]
     batch_tokens: int = 65536
@@ -75,6 +83,8 @@ class Recipe:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     routing_weight: float = 0.0
+    text_fraction: float = 0.5
+    long_fraction: float = 0.6
     seed: int = 0
 
     def steps(self, phase: Phase) -> int:
@@ -104,16 +114,17 @@ PRETRAINING = Recipe(
     ),
 )
 
-# Second stage: from the weights of the first, mostly sparse, with the routing loss.
+# Second stage: from the weights of the first, sparse in every layer, with the routing loss. A larger routing weight or
+# learning rate makes the loss chase a teacher that moves with it: at 0.3 and 1e-3 recall rose to 92 % and fell again.
 ADAPTATION = Recipe(
     phases=(
-        Phase(seq_len=2048, tokens=20, sparse_every=(4, 5)),
-        Phase(seq_len=4096, tokens=120, sparse_every=(4, 5)),
-        Phase(seq_len=8192, tokens=80, sparse_every=(4, 5)),
-        Phase(seq_len=16384, tokens=12, sparse_every=(4, 5)),
+        Phase(seq_len=4096, tokens=72, sparse_every=(1, 1)),
+        Phase(seq_len=8192, tokens=46, sparse_every=(1, 1)),
     ),
-    peak_learning_rate=1e-3,
-    final_learning_rate=1e-4,
-    warmup_steps=100,
+    peak_learning_rate=5e-4,
+    final_learning_rate=3e-5,
+    warmup_steps=50,
     routing_weight=0.1,
+    text_fraction=0.4,
+    long_fraction=0.8,
 )
