@@ -1,5 +1,10 @@
 """Options and fixed conditions for the whole test run: CPU unless --gpu is given, reproducible property tests."""
 
+import os
+
+# The workers of pytest-xdist inherit it. They share the cores, and BLAS threads wait for each other by spinning.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import jaxtyping
 import pytest

@@ -24,6 +24,7 @@ from tests.oracle.golden import golden_weights, load_golden
 
 # 16 blocks, more than twice the 6 that the toys select: no shortcut for small caches hides the selection.
 CAPACITY = 1024
+LAYERS = 2
 # One static width for every prompt and one for every chunk, so that few programs are compiled.
 PROMPT_WIDTH, CHUNK_WIDTH = 704, 128
 SELECTING = (Mode.SPARSE, Mode.SPARDA, Mode.SPARDA_DECODE_ONLY, Mode.INFINIGEN)
@@ -59,8 +60,8 @@ def load(config: Mapping[str, Any], weights: Mapping[str, np.ndarray], dtype: An
 
 @functools.cache
 def toy(kind: str = "base", dtype: Any = jnp.float32) -> Toy:
-    """A model of 3 layers: `base`; `wide` with head_dim 64, of which InfiniGen keeps half; `threshold` with
-    dense_len 450; a `golden_*` name gives the model behind that golden file.
+    """A model of 2 layers: `base`; `wide` with head_dim 64, of which InfiniGen keeps half; `threshold` with
+    dense_len 450; `deep` with a layer more. A `golden_*` name gives the model behind that golden file.
     """
     if kind.startswith("golden_"):
         name = kind.removeprefix("golden_")
@@ -70,8 +71,9 @@ def toy(kind: str = "base", dtype: Any = jnp.float32) -> Toy:
         "base": {},
         "wide": {"head_dim": 64, "num_attention_heads": 4, "sparse_config": {"infinigen_num_channels": 32}},
         "threshold": {"sparse_config": {"dense_len": 450}},
+        "deep": {"num_hidden_layers": 3},
     }[kind]
-    config = oracle.toy_config(num_hidden_layers=3, **changes)
+    config = oracle.toy_config(**changes)
     return load(config, oracle.toy_weights(config, seed=3), dtype)
 
 

@@ -10,6 +10,7 @@ from tests import oracle
 from tests.core.support import (
     ALL_MODES,
     CHUNK_WIDTH,
+    LAYERS,
     SELECTING,
     Output,
     Session,
@@ -146,8 +147,8 @@ def test_random_is_random():
         assert ids is not None
         for b in range(1, 8):
             counts[b] += (ids[:, 640:] == b).sum()
-    # The last 60 rows are in block 10: forced are 0, 8, 9, 10, free places 2 for 7 blocks, in 3 layers and 2 heads.
-    draws = 60 * 3 * 2
+    # The last 60 rows are in block 10: forced are 0, 8, 9, 10, free places 2 for 7 blocks, in 2 layers and 2 heads.
+    draws = 60 * LAYERS * 2
     np.testing.assert_allclose(counts[1:] / draws, 2 / 7, atol=0.1)
     a, b = found.selected[0], found.selected[1]
     assert a is not None
@@ -189,7 +190,7 @@ def test_below_at_and_above_dense_len_in_one_batch(mode: Mode):
     prompts = [join(lane) for lane in zip(*outputs, strict=True)]
     for found, run, n in zip(prompts, runs, AROUND, strict=True):
         np.testing.assert_allclose(found.logits, run.logits, rtol=0, atol=1e-4)
-        for layer in range(3):
+        for layer in range(LAYERS):
             if n >= DENSE_LEN:
                 assert_selects_as(found.selected[layer], run.selections[layer])
         if n < DENSE_LEN:
@@ -203,7 +204,7 @@ def test_below_at_and_above_dense_len_in_one_batch(mode: Mode):
         states = [e.state for e in expected]
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a.logits, b.logits, rtol=0, atol=1e-4)
-            for layer in range(3):
+            for layer in range(LAYERS):
                 assert_selects_as(a.selected[layer], b.selections[layer])
 
 
@@ -220,8 +221,8 @@ def test_steps_below_dense_len_read_everything():
         found = session.feed([tokens()[n : n + 1], tokens()[n + 63 : n + 64], tokens()[n : n + 1]], 1, decode=True)
         for lane in (0, 2):
             np.testing.assert_allclose(found[lane].logits[0], dense[n], rtol=0, atol=1e-4)
-            assert found[lane].blocks_read.tolist() == [14] * 3
-        assert found[1].blocks_read.tolist() == [12] * 3
+            assert found[lane].blocks_read.tolist() == [14] * LAYERS
+        assert found[1].blocks_read.tolist() == [12] * LAYERS
 
 
 def test_infinigen_is_never_dense():
@@ -229,7 +230,7 @@ def test_infinigen_is_never_dense():
     session = Session(toy("wide"), Mode.INFINIGEN, skew=skew_for(Mode.INFINIGEN), sparse=False)
     found = session.feed([tokens()[:620]])[0]
     assert_same(found, whole(Mode.INFINIGEN, 620))
-    assert session.decode(tokens()[None, 620:621])[0].blocks_read.tolist() == [12] * 3
+    assert session.decode(tokens()[None, 620:621])[0].blocks_read.tolist() == [12] * LAYERS
 
 
 @pytest.mark.parametrize("capacity", [384, 640])

@@ -22,9 +22,19 @@ ATTENTION = "model.layers.{}.self_attn."
 CURR, FUTURE = ATTENTION + "q_curr_proj.weight", ATTENTION + "q_future_proj.weight"
 
 
+@functools.cache
+def original() -> dict[str, np.ndarray]:
+    return dict(toy("deep").weights)
+
+
 def run(weights: dict[str, np.ndarray], mode: Mode = Mode.SPARDA) -> Output:
-    """The base model with these weights: same shapes, so no further program is compiled."""
-    return Session(load(toy().config, weights), mode).feed([tokens()[:LENGTH]])[0]
+    """The 3-layer model with these weights: same shapes, so no further program is compiled."""
+    return Session(load(toy("deep").config, weights), mode).feed([tokens()[:LENGTH]])[0]
+
+
+@functools.cache
+def base(mode: Mode = Mode.SPARDA) -> Output:
+    return run(original(), mode)
 
 
 def other(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -35,16 +45,11 @@ def other(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def without_branches() -> dict[str, np.ndarray]:
     """What a layer reads leaves no trace in the residual stream, so that a selection cannot change a later one."""
-    weights = dict(toy().weights)
+    weights = dict(original())
     for layer in range(3):
         name = ATTENTION.format(layer) + "o_proj.weight"
         weights[name] = np.zeros_like(weights[name])
     return weights
-
-
-@functools.cache
-def base_run() -> Output:
-    return run(without_branches())
 
 
 @pytest.mark.parametrize(
@@ -57,37 +62,44 @@ def base_run() -> Output:
     ],
 )
 def test_a_forecast_goes_to_the_next_layer_only(name: str, seen_in: list[bool]):
-    base, found = base_run(), run(other(without_branches(), name))
-    for a, b, seen in zip(base.selected, found.selected, seen_in, strict=True):
+    before, found = run(without_branches()), run(other(without_branches(), name))
+    for a, b, seen in zip(before.selected, found.selected, seen_in, strict=True):
         assert a is not None
         assert b is not None
         assert np.any(a != b) == seen
 
 
 def test_the_last_forecast_changes_nothing():
-    changed = run(other(dict(toy().weights), FUTURE.format(2)))
-    np.testing.assert_array_equal(changed.logits, whole(Mode.SPARDA, LENGTH).logits)
-    used = run(other(dict(toy().weights), FUTURE.format(1)))
-    assert np.abs(used.logits - whole(Mode.SPARDA, LENGTH).logits).max() > 0.1
+    changed = run(other(original(), FUTURE.format(2)))
+    np.testing.assert_array_equal(changed.logits, base().logits)
+    used = run(other(original(), FUTURE.format(1)))
+    assert np.abs(used.logits - base().logits).max() > 0.1
+
+
+def test_three_layers_choose_as_the_oracle():
+    expected = oracle.forward(original(), toy("deep").config, tokens()[:LENGTH], "sparda")
+    np.testing.assert_allclose(base().logits, expected.logits, rtol=0, atol=1e-4)
+    for found, ids in zip(base().selected, expected.selections, strict=True):
+        np.testing.assert_array_equal(found, ids)
 
 
 def test_the_baseline_does_not_look_at_a_forecast():
-    weights = dict(toy().weights)
+    weights = original()
     for name in (CURR.format(0), FUTURE.format(0), FUTURE.format(1)):
         weights = other(weights, name)
-    np.testing.assert_array_equal(run(weights, Mode.SPARSE).logits, whole(Mode.SPARSE, LENGTH).logits)
+    np.testing.assert_array_equal(run(weights, Mode.SPARSE).logits, base(Mode.SPARSE).logits)
 
 
 @pytest.mark.parametrize("factor", [2.0**-6, 3.0, 2.0**10])
 def test_its_size_does_not_matter(factor: float):
     """No softmax, no scale: a larger Forecast chooses the same (spec 13.26)."""
-    weights = {n: w.astype(np.float32) for n, w in toy().weights.items()}
+    weights = {n: w.astype(np.float32) for n, w in original().items()}
     for name in (CURR.format(0), FUTURE.format(0), FUTURE.format(1)):
         weights[name] = weights[name] * np.float32(factor)
-    found, base = run(weights), whole(Mode.SPARDA, LENGTH)
-    for a, b in zip(found.selected, base.selected, strict=True):
+    found = run(weights)
+    for a, b in zip(found.selected, base().selected, strict=True):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(found.logits, base.logits, rtol=0, atol=0 if np.log2(factor) % 1 == 0 else 1e-5)
+    np.testing.assert_allclose(found.logits, base().logits, rtol=0, atol=0 if np.log2(factor) % 1 == 0 else 1e-5)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from sparda_jax.infinigen import calibrate
 from sparda_jax.selection import Mode
 from tests import oracle
 from tests.core.support import (
+    LAYERS,
     SELECTING,
     OracleRun,
     Output,
@@ -66,14 +67,14 @@ def test_decode_logits(mode: Mode):
 def test_selections(mode: Mode):
     _, prefill, steps = our_run(mode)
     run = oracle_run(mode, PROMPT, TOTAL)
-    for layer in range(3):
+    for layer in range(LAYERS):
         assert_selects_as(prefill.selected[layer], run.prefill.routing(layer).ids)
         assert_selects_as(steps.selected[layer], step_ids(run, layer))
 
 
 def test_dense_mode_selects_nothing():
     _, prefill, steps = our_run(Mode.DENSE)
-    assert prefill.selected == steps.selected == (None, None, None)
+    assert prefill.selected == steps.selected == (None, None)
     np.testing.assert_array_equal(prefill.blocks_read, prefill.blocks_visible)
 
 
@@ -99,7 +100,7 @@ def test_hundreds_of_decode_steps(mode: Mode):
     session, _, steps = our_run(mode, LONG_TOTAL)
     run = oracle_run(mode, PROMPT, LONG_TOTAL)
     np.testing.assert_allclose(steps.logits, run.logits[PROMPT:], rtol=0, atol=ATOL)
-    for layer in range(3):
+    for layer in range(LAYERS):
         assert_selects_as(steps.selected[layer], step_ids(run, layer))
         k1 = run.steps[-1].routing(layer).k1
         assert len(k1) == LONG_TOTAL // 16 - 1
@@ -146,9 +147,9 @@ def test_short_prompts(prompt: int):
     np.testing.assert_allclose(found, run.logits, rtol=0, atol=ATOL)
     dense = oracle_prefill(Mode.DENSE, prompt + 40)
     np.testing.assert_allclose(found, dense.logits, rtol=0, atol=ATOL)
-    k1 = run.steps[-1].routing(2).k1
+    k1 = run.steps[-1].routing(1).k1
     np.testing.assert_allclose(
-        np.asarray(session.cache.layers[2].compressed_k)[0, :, : len(k1)].swapaxes(0, 1), k1, rtol=0, atol=CACHE_ATOL
+        np.asarray(session.cache.layers[1].compressed_k)[0, :, : len(k1)].swapaxes(0, 1), k1, rtol=0, atol=CACHE_ATOL
     )
 
 
@@ -196,5 +197,5 @@ def test_infinigen_scores_are_the_oracles_on_our_bases():
         found = session.decode(tokens()[None, PROMPT:TOTAL])[0]
         run = OracleRun(prefill=start, steps=steps)
         np.testing.assert_allclose(found.logits, run.logits[PROMPT:], rtol=0, atol=ATOL)
-        for layer in range(3):
+        for layer in range(LAYERS):
             assert_selects_as(found.selected[layer], step_ids(run, layer))

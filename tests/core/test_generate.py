@@ -11,7 +11,7 @@ from sparda_jax.generate import GenerationStats, Lanes, Runner
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from tests import oracle
-from tests.core.support import kind_of, load, oracle_mode, skew_for, tokens, toy
+from tests.core.support import LAYERS, kind_of, load, oracle_mode, skew_for, tokens, toy
 
 DENSE_LEN, NEW = 450, 12
 # One that crosses dense_len in its fourth step, one that stays dense, one that is sparse from the start.
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_the_oracles(mode: Mode):
 
 def count_blocks(results: list[oracle.OracleResult], first: int) -> tuple[list[int], int]:
     """Per layer (KV head, token, block) triples that the oracle read, and those that were visible."""
-    read, visible, position = [0, 0, 0], 0, first
+    read, visible, position = [0] * LAYERS, 0, first
     for result in results:
         rows = np.arange(position, position + len(result.logits))
         position += len(rows)
@@ -90,7 +90,7 @@ def test_stats_count_what_the_oracle_reads(mode: Mode):
             read, visible = count_blocks(part, first)
             assert phase.blocks_read == read
             assert phase.blocks_visible == visible
-            assert phase.read_fraction == pytest.approx(sum(read) / (3 * visible))
+            assert phase.read_fraction == pytest.approx(sum(read) / (LAYERS * visible))
         assert (stats[lane].prefill.tokens, stats[lane].decode.tokens) == (length, NEW - 1)
     assert stats[2].decode.read_fraction < 0.65
     assert stats[1].decode.read_fraction == 1

@@ -140,9 +140,9 @@ def test_residual_scale():
         lambda layer, x, out: x + scale(layer.self_attn.output(out), layer.residual_scale)
     )(layer, x, out)  # fmt: skip
     projected = f64(layer.self_attn.output(out))
-    expected = BF16.round(f64(x) + BF16.round(projected * 1.4 / np.sqrt(3)))
+    expected = BF16.round(f64(x) + BF16.round(projected * 1.4 / np.sqrt(2)))
     np.testing.assert_array_equal(f64(found), expected)
-    assert layer.residual_scale == pytest.approx(1.4 / np.sqrt(3), abs=1e-15)
+    assert layer.residual_scale == pytest.approx(1.4 / np.sqrt(2), abs=1e-15)
 
 
 def test_tied_head_is_the_embedding():

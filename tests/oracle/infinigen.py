@@ -1,4 +1,4 @@
-"""InfiniGen selection scores: a few channels of skewed queries and keys (spec section 7.3)."""
+"""InfiniGen selection scores: a few channels of skewed queries and keys (docs/semantics.md section 7.3)."""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,9 +18,9 @@ def calibrate(
     mean_q = q.reshape(t, kv_heads, heads // kv_heads, dim).mean(axis=2)
     bases = []
     for m in range(kv_heads):
-        # All of V is needed, of U nothing: the full form is for prompts shorter than D only.
-        _, sq, vq = np.linalg.svd(mean_q[:, m], full_matrices=t < dim)
-        sk = np.linalg.svd(k[:, m], compute_uv=False)
+        # R of a QR decomposition has the singular values and right vectors of the whole, and is small.
+        _, sq, vq = np.linalg.svd(np.linalg.qr(mean_q[:, m], mode="r"), full_matrices=True)
+        sk = np.linalg.svd(np.linalg.qr(k[:, m], mode="r"), compute_uv=False)
         # A prompt shorter than D has fewer singular values than channels: the missing ones are 0.
         product = np.zeros(dim)
         product[: min(len(sq), len(sk))] = (sq * sk)[:dim]
