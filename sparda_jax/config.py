@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 RopeType = Literal["default", "linear", "dynamic", "longrope", "yarn"]
 
-# LongRoPE factors of MiniCPM4.1's 128K mode (spec/model.md section 1.4), for head_dim 128.
+# LongRoPE factors of MiniCPM4.1's 128K mode (docs/semantics.md section 1.4), for head_dim 128.
 MINICPM41_128K_FACTORS: tuple[float, ...] = tuple(
     float(x)
     for x in """
@@ -46,7 +46,7 @@ def _take(data: Mapping[str, Any], name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (spec/model.md sections 1.3 and 1.4).
+    """Rotary position embedding (docs/semantics.md sections 1.3 and 1.4).
 
     Attributes:
         rope_type: default, linear, dynamic (NTK), longrope or yarn, with the semantics of Hugging Face transformers.
@@ -140,7 +140,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseConfig:
-    """Block selection (spec/model.md section 2). The defaults are those of MiniCPM4.1's model card.
+    """Block selection (docs/semantics.md section 2). The defaults are those of MiniCPM4.1's model card.
 
     Attributes:
         kernel_size, kernel_stride: window and step of the compressed keys, in tokens.
@@ -219,7 +219,7 @@ NOSA_REFUSED = "NOSA models (two-stage selection with an eviction head) are not 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A MiniCPM4.1-style (or plain Llama) decoder (spec/model.md section 1).
+    """A MiniCPM4.1-style (or plain Llama) decoder (docs/semantics.md section 1).
 
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.

@@ -72,7 +72,7 @@ def forward(
         tokens: new tokens, right-padded; each sequence continues at its own ``cache.lengths``.
         num_new: how many of them are real; 0 leaves a sequence as it is. ``lengths + num_new`` must fit the capacity.
         sparse: False: this request attends to everything (it is shorter than ``dense_len``), whatever the mode.
-        mode: the selector. ``dense`` ignores ``sparse``; ``infinigen`` is never dense (spec/model.md section 2.3).
+        mode: the selector. ``dense`` ignores ``sparse``; ``infinigen`` is never dense (docs/semantics.md section 2.3).
         decode: one new token per sequence, behind its prompt (InfiniGen and sparda-decode-only care).
         max_len: longest sequence to be served, for the choice of RoPE factors.
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer.

@@ -1,4 +1,4 @@
-"""Calibration of the InfiniGen baseline (spec/model.md section 7.3)."""
+"""Calibration of the InfiniGen baseline (docs/semantics.md section 7.3)."""
 
 from collections.abc import Sequence
 

@@ -16,7 +16,7 @@ from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import DecoderLayer, Projections
 from sparda_jax.pallas_kernels.block_selection import forecast_scores, infllm_scores, pool_to_blocks
 
-# InfiniGen keeps this many of the skewed channels (spec/model.md section 7.3).
+# InfiniGen keeps this many of the skewed channels (docs/semantics.md section 7.3).
 INFINIGEN_CHANNELS = 32
 
 
@@ -91,7 +91,7 @@ def block_scores(
 
 
 def _forecast(query: QueryContext) -> Float[Array, "batch q_len kv_heads head_dim"]:
-    """Layer 0 uses its own ``q_curr``; layer l the ``q_future`` of layer l - 1 (spec/model.md section 5.3)."""
+    """Layer 0 uses its own ``q_curr``; layer l the ``q_future`` of layer l - 1 (docs/semantics.md section 5.3)."""
     forecast = query.current.q_curr if query.previous is None else query.previous.q_future
     if forecast is None:
         raise ConfigError("mode=sparda needs a Forecast, which this model does not carry; convert one with --forecast")
@@ -115,7 +115,7 @@ def _random_scores(
 def _infinigen_scores(
     config: ModelConfig, query: QueryContext, cache: LayerCache
 ) -> Float[Array, "batch kv_heads 1 blocks"]:
-    """``sum_h ((q_h A)[I] . (k A)[I]) / sqrt(32)`` per token, pooled to blocks (spec/model.md section 7.3).
+    """``sum_h ((q_h A)[I] . (k A)[I]) / sqrt(32)`` per token, pooled to blocks (docs/semantics.md section 7.3).
 
     q is this layer's query projection of the *previous* layer's input and I the channels that weighed most over the
     prompt. Projecting the head-summed query back, ``A (mask * (A^T q))``, gives the same numbers from K itself.

@@ -1,4 +1,4 @@
-"""The oracle's norm, RoPE, compressed keys, attention on hand-made cases (spec section 13: 1-3, 8-9, 11, 36-39)."""
+"""The oracle's layers on hand-made cases (docs/semantics.md section 13: 1-3, 8-9, 11, 36-39)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The oracle's whole model: exact identities of the semantics (spec section 13: 4, 6, 15, 23, 29-34, 47, 49)."""
+"""The oracle's whole model: exact identities (docs/semantics.md section 13: 4, 6, 15, 23, 29-34, 47, 49)."""
 
 import numpy as np
 import pytest

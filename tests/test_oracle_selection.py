@@ -1,4 +1,4 @@
-"""The oracle's scores, pooling, top-k, quirks Q1 and Q2 (spec section 13: 12-14, 16-22, 26-28, 51)."""
+"""The oracle's scores, pooling, top-k, quirks Q1 and Q2 (docs/semantics.md section 13: 12-14, 16-22, 26-28, 51)."""
 
 import numpy as np
 import pytest

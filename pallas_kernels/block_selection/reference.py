@@ -1,4 +1,4 @@
-"""The definition of block selection in plain jnp (spec/model.md sections 4 and 5, clean semantics of section 10).
+"""The definition of block selection in plain jnp (docs/semantics.md sections 4 and 5, clean semantics of section 10).
 
 A query sees the windows that end at or before it, in prefill and in decode alike. The reference lets the Forecast also
 score windows that merely start there; those pool into blocks qb - 1, qb and qb + 1 only, of which the first two are

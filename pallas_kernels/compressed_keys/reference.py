@@ -1,4 +1,4 @@
-"""The definition of compressed keys in plain jnp (spec/model.md section 3)."""
+"""The definition of compressed keys in plain jnp (docs/semantics.md section 3)."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

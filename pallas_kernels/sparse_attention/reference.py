@@ -1,4 +1,4 @@
-"""The definition of attention over a subset of the keys in plain jnp (spec/model.md section 6)."""
+"""The definition of attention over a subset of the keys in plain jnp (docs/semantics.md section 6)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Forecast checkpoints (spec/model.md section 8.3): the reference's ``.pt``, or safetensors with a JSON sidecar."""
+"""Forecast checkpoints (docs/semantics.md section 8.3): the reference's ``.pt``, or safetensors with a JSON sidecar."""
 
 import dataclasses
 import json

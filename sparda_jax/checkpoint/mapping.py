@@ -1,4 +1,4 @@
-"""Hugging Face tensor names <-> the decoder's parameters (spec/model.md sections 8.1, 8.3): a table, nothing is read.
+"""Hugging Face tensor names <-> the decoder's parameters (docs/semantics.md 8.1, 8.3): a table, nothing is read.
 
 PyTorch stores a linear map as ``[out, in]``. A ``kernel`` is ``[in, out]``:
 the transpose of its tensors, stacked by rows.
@@ -161,5 +161,5 @@ def forecast_tensors(config: ModelConfig) -> tuple[SourceTensor, ...]:
 
 
 def last_q_future(config: ModelConfig) -> str:
-    """The one Forecast tensor that nothing reads: the last layer has no next layer (spec/model.md section 5.3)."""
+    """The one Forecast tensor that nothing reads: the last layer has no next layer (docs/semantics.md section 5.3)."""
     return f"model.layers.{config.num_layers - 1}.{Q_FUTURE}"

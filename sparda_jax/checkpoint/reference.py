@@ -46,7 +46,7 @@ def _available_memory() -> int:
 def numpy_logits(
     config: ModelConfig, entries: Entries, tokens: Int[np.ndarray, " length"]
 ) -> Float[np.ndarray, "length vocab"]:
-    """float64 logits of one prompt with dense causal attention (spec/model.md section 1.2), one tensor at a time."""
+    """float64 logits of one prompt with dense causal attention (docs/semantics.md 1.2), one tensor at a time."""
     x = entries["model.embed_tokens.weight"].read()[tokens].astype(np.float64) * config.embedding_scale
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"

@@ -23,7 +23,7 @@ _SAFETENSORS_DTYPES = {
 _SAFETENSORS, _TORCH = (".safetensors",), (".bin", ".pt", ".pth")
 # In the order of preference. Each name may also be followed by ".index.json".
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt", "model.pt")
-# Dictionaries that trainers put around a state dict (spec/model.md section 8.3).
+# Dictionaries that trainers put around a state dict (docs/semantics.md section 8.3).
 _WRAPPERS = ("model_state_dict", "state_dict", "model", "net", "weights")
 
 

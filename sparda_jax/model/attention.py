@@ -1,4 +1,4 @@
-"""The attention projections: q, k, v and the Forecast in one matrix (spec/model.md section 5)."""
+"""The attention projections: q, k, v and the Forecast in one matrix (docs/semantics.md section 5)."""
 
 import dataclasses
 
@@ -74,7 +74,7 @@ class ForecastAttention(nnx.Module):
         cos: Float[Array, "batch q_len half"],
         sin: Float[Array, "batch q_len half"],
     ) -> Float[Array, "batch q_len heads head_dim"]:
-        """This layer's rotated queries of another layer's input: InfiniGen's guess (spec/model.md section 7.3)."""
+        """This layer's rotated queries of another layer's input: InfiniGen's guess (docs/semantics.md section 7.3)."""
         columns = self.config.num_heads * self.config.head_dim
         q = matmul(normed, self.qkvf_proj.kernel[:, :columns].astype(normed.dtype))
         return apply_rope(q.reshape(*normed.shape[:2], -1, self.config.head_dim), cos, sin)

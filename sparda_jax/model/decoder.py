@@ -1,4 +1,4 @@
-"""The decoder: embeddings, pre-norm layers with muP-style scales, logits (spec/model.md section 1.2)."""
+"""The decoder: embeddings, pre-norm layers with muP-style scales, logits (docs/semantics.md section 1.2)."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ class Decoder(nnx.Module):
         return scale(self.embed_tokens[...][tokens], self.config.embedding_scale)
 
     def logits(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
-        """float32 logits of the residual stream after the last layer, rounded to its dtype before (spec 1.2)."""
+        """float32 logits of the residual stream after the last layer, rounded to its dtype before (section 1.2)."""
         x = scale(self.norm(x), 1 / self.config.logit_divisor)
         if self.config.tie_word_embeddings:
             return matmul(x, self.embed_tokens[...].astype(x.dtype).T).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""RMSNorm, linear maps and the SwiGLU MLP, with the rounding points of spec/model.md section 1.2."""
+"""RMSNorm, linear maps and the SwiGLU MLP, with the rounding points of docs/semantics.md section 1.2."""
 
 import jax
 import jax.numpy as jnp

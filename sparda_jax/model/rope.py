@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear, dynamic NTK, LongRoPE and YaRN (spec/model.md sections 1.3, 1.4).
+"""Rotary position embedding: default, linear, dynamic NTK, LongRoPE and YaRN (docs/semantics.md sections 1.3, 1.4).
 
 Phases are float32 whatever the activations are: bfloat16 phases would be wrong by radians at far positions.
 One factor set holds for a whole server, chosen from its maximum length, so that cached keys always match.

@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, laid out from spec/model.md section 8 and not from the code under test."""
+"""Small checkpoints with random weights, laid out from docs/semantics.md section 8 and not from the code under test."""
 
 import json
 from collections.abc import Mapping

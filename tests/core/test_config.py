@@ -15,7 +15,7 @@ from sparda_jax.config import MINICPM41_128K_FACTORS, ConfigError, ModelConfig, 
 from sparda_jax.model import abstract_decoder
 from tests.oracle import toy_config
 
-# The published MiniCPM4.1-8B (spec 1.1), with the sparse_config of its model card.
+# The published MiniCPM4.1-8B (docs/semantics.md 1.1), with the sparse_config of its model card.
 MINICPM41 = {
     "architectures": ["MiniCPMForCausalLM"],
     "model_type": "minicpm",
@@ -203,7 +203,7 @@ def test_128k_factors_are_for_longrope_models_of_head_dim_128():
 
 
 def test_sparse_config_merge_order():
-    """Model card < config.json < Forecast checkpoint (spec 8.3); a null is no value."""
+    """Model card < config.json < Forecast checkpoint (docs/semantics.md 8.3); a null is no value."""
     assert SparseConfig.from_hf(None, None) == SparseConfig()
     merged = SparseConfig.from_hf(
         {"topk": 32, "dense_len": 100, "init_blocks": None}, {"topk": 48, "window_size": None}
@@ -215,7 +215,7 @@ def test_sparse_config_merge_order():
 
 
 def test_effective_topk_is_96():
-    """`topk` 64 beside a window of 2048 means 96 in all, in every mode: there is one field for it (spec 13.48)."""
+    """`topk` 64 beside a window of 2048 means 96 in all, in every mode: one field for all (docs/semantics.md 13.48)."""
     assert SparseConfig(topk=64, window_size=2048).num_selected_blocks == 96
     assert SparseConfig(topk=80, window_size=1024).num_selected_blocks == 96
     assert SparseConfig(topk=2, window_size=128).num_selected_blocks == 4

@@ -107,13 +107,13 @@ def test_a_lane_without_new_tokens_stays_as_it_is(mode: Mode):
 # InfiniGen and decode-only change their selector at the first step, so they are no candidates.
 @pytest.mark.parametrize("mode", [Mode.DENSE, Mode.SPARSE, Mode.SPARDA, Mode.RANDOM])
 def test_decode_equals_prefill_of_the_longer_prompt(mode: Mode):
-    """Over five windows and a block boundary (spec 13.6, 13.15)."""
+    """Over five windows and a block boundary (docs/semantics.md 13.6, 13.15)."""
     assert_same(alone(mode, 620, 80), whole(mode, 700))
 
 
 @pytest.mark.parametrize("mode", [*SELECTING, Mode.RANDOM])
 def test_all_selected_equals_dense(mode: Mode):
-    """6 blocks hold 384 tokens, in a cache of 16; behind them the modes part (spec 13.23)."""
+    """6 blocks hold 384 tokens, in a cache of 16; behind them the modes part (docs/semantics.md 13.23)."""
     dense = oracle_prefill(Mode.DENSE, 400, kind_of(mode)).logits
     found = alone(mode, 372, 28)
     assert all(ids is not None for ids in found.selected)
@@ -160,7 +160,7 @@ def test_random_is_random():
 @pytest.mark.parametrize("mode", [Mode.DENSE, Mode.SPARSE, Mode.SPARDA, Mode.INFINIGEN])
 @pytest.mark.parametrize("at", [1, 31, 300, 447, 577])
 def test_a_token_changes_nothing_before_it(mode: Mode, at: int):
-    """Neither logits nor the selections of earlier rows (spec 13.29); from itself on it does."""
+    """Neither logits nor the selections of earlier rows (docs/semantics.md 13.29); from itself on it does."""
     base = whole(mode, 650)
     other = tokens()[:650].copy()
     other[at] = 3 + (other[at] - 2) % 93
@@ -226,7 +226,7 @@ def test_steps_below_dense_len_read_everything():
 
 
 def test_infinigen_is_never_dense():
-    """Its steps choose 6 blocks also where the request is told to be dense (spec 2.3)."""
+    """Its steps choose 6 blocks also where the request is told to be dense (docs/semantics.md 2.3)."""
     session = Session(toy("wide"), Mode.INFINIGEN, skew=skew_for(Mode.INFINIGEN), sparse=False)
     found = session.feed([tokens()[:620]])[0]
     assert_same(found, whole(Mode.INFINIGEN, 620))

@@ -1,4 +1,4 @@
-"""Who uses which Forecast, and what its score is (spec 5, 13.26 - 13.34)."""
+"""Who uses which Forecast, and what its score is (docs/semantics.md 5, 13.26 - 13.34)."""
 
 import functools
 
@@ -92,7 +92,7 @@ def test_the_baseline_does_not_look_at_a_forecast():
 
 @pytest.mark.parametrize("factor", [2.0**-6, 3.0, 2.0**10])
 def test_its_size_does_not_matter(factor: float):
-    """No softmax, no scale: a larger Forecast chooses the same (spec 13.26)."""
+    """No softmax, no scale: a larger Forecast chooses the same (docs/semantics.md 13.26)."""
     weights = {n: w.astype(np.float32) for n, w in original().items()}
     for name in (CURR.format(0), FUTURE.format(0), FUTURE.format(1)):
         weights[name] = weights[name] * np.float32(factor)
@@ -112,7 +112,7 @@ def one_head_per_group() -> Toy:
 
 
 def test_a_forecast_equal_to_the_query_chooses_like_it():
-    """RoPE at its own position included: with one head a softmax keeps the order of the dot products (spec 13.31)."""
+    """RoPE at its own position included: with one head softmax keeps the order of the dot products (section 13.31)."""
     by_forecast, by_query = (
         Session(one_head_per_group(), mode).feed([tokens()[:LENGTH]])[0] for mode in (Mode.SPARDA, Mode.SPARSE)
     )
@@ -121,7 +121,7 @@ def test_a_forecast_equal_to_the_query_chooses_like_it():
 
 
 def test_no_compressed_key_no_difference():
-    """Up to 31 tokens there is nothing to score: all modes read block 0 (spec 13.34)."""
+    """Up to 31 tokens there is nothing to score: all modes read block 0 (docs/semantics.md 13.34)."""
     found = whole(Mode.SPARDA, 31)
     for ids in found.selected:
         assert ids is not None
@@ -143,7 +143,7 @@ def test_a_model_without_forecast_is_refused_by_name(mode: Mode):
         Session(load(toy().config, weights), Mode.SPARDA).feed([tokens()[:5]])
 
 
-# The rules of visibility: ours (windows that have ended) and the spec's (windows that have started).
+# The rules of visibility: ours (windows that have ended) and the published code's (windows that have started).
 ROWS, BLOCKS, TOTAL, LOCAL = 768, 12, 6, 2
 
 
@@ -156,7 +156,7 @@ def ours(f, k1):
 
 
 def by_start_position(f: np.ndarray, k1: np.ndarray, *, compat: bool) -> np.ndarray:
-    """Spec 5.4 as it is written: key j scores -inf where 16 j > r."""
+    """The published rule (docs/semantics.md 5.4): key j scores -inf where 16 j > r."""
     rows = np.arange(ROWS)
     score = oracle.forecast_score(f, k1, rows)
     pooled = oracle.pool_blocks(score, rows // 64, BLOCKS, 1, LOCAL)
@@ -185,7 +185,7 @@ def test_ended_windows_select_what_started_windows_select(seed: int, whole_numbe
 
 
 def test_the_next_block_never_takes_a_place():
-    """Key 4 qb + 3, seen from r % 64 = 48 on, outshines all: the reference gives qb + 1 a place (spec 13.28)."""
+    """Key 4 qb + 3, seen from r % 64 = 48 on, outshines all: the reference gives qb + 1 a place (section 13.28)."""
     rng = np.random.default_rng(0)
     f, k1 = np.abs(rng.standard_normal((ROWS, 2, 16))), rng.standard_normal((4 * BLOCKS - 1, 2, 16))
     own = 8

@@ -123,7 +123,7 @@ def test_cache_contents(mode: Mode):
 
 
 def test_compressed_keys_are_there_in_the_step_that_completes_them():
-    """After every single step, over three window boundaries (spec 13.9)."""
+    """After every single step, over three window boundaries (docs/semantics.md 13.9)."""
     session = Session(toy(), Mode.SPARSE)
     session.feed([tokens()[:PROMPT]])
     for n in range(PROMPT, PROMPT + 40):
@@ -138,7 +138,7 @@ def test_compressed_keys_are_there_in_the_step_that_completes_them():
 
 @pytest.mark.parametrize("prompt", [5, 31, 32, 40, 47])
 def test_short_prompts(prompt: int):
-    """No compressed key at first (spec 13.9, 13.34): only block 0 exists, and all of it is read."""
+    """No compressed key at first (docs/semantics.md 13.9, 13.34): only block 0 exists, and all of it is read."""
     run = oracle_run(Mode.SPARDA, prompt, prompt + 40)
     session = Session(toy(), Mode.SPARDA)
     prefill = session.feed([tokens()[:prompt]])[0]
@@ -154,7 +154,7 @@ def test_short_prompts(prompt: int):
 
 
 def test_decode_only_is_sparse_in_prefill_and_sparda_in_decode():
-    """Spec 13.33: the prompt's output is the baseline's; the steps select as SparDA does on the same cache."""
+    """The prompt's output is the baseline's; the steps select as SparDA on that cache (docs/semantics.md 13.33)."""
     session, prefill, _ = our_run(Mode.SPARDA_DECODE_ONLY)
     baseline = our_run(Mode.SPARSE)[1]
     np.testing.assert_array_equal(prefill.logits, baseline.logits)

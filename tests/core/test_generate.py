@@ -211,7 +211,7 @@ def test_the_other_modes_run(mode: Mode):
 
 @pytest.mark.parametrize("max_model_len", [512, 1024])
 def test_longrope_factors_follow_the_longest_sequence_served(max_model_len: int):
-    """One list for all requests: a short prompt gets the long factors where longer ones may come (spec 1.4, Q13)."""
+    """One list for all requests: a short prompt gets the long factors where others may (docs/semantics.md 1.4, Q13)."""
     scaling = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 8,

@@ -1,4 +1,4 @@
-"""Norm, linear maps, MLP and scales: where they round, and by what they multiply (spec 1.2, 13.1, 13.4, 13.6)."""
+"""Norm, linear maps, MLP, scales: rounding and factors (docs/semantics.md 1.2, 13.1, 13.4, 13.6)."""
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def test_mlp(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_model_without_branches_is_its_scales(dtype):
-    """Zero attention and MLP: logits = head(norm(12 * embedding) / 2) (spec 13.4)."""
+    """Zero attention and MLP: logits = head(norm(12 * embedding) / 2) (docs/semantics.md 13.4)."""
     config = oracle.toy_config(num_hidden_layers=1)
     weights = oracle.toy_weights(config)
     for name in ("self_attn.o_proj", "mlp.down_proj"):

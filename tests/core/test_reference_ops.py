@@ -1,4 +1,4 @@
-"""The operations' jnp definitions against the oracle, over awkward contents (spec 13.8 - 13.26, 13.36 - 13.39)."""
+"""The operations' definition against the oracle: awkward contents (docs/semantics.md 13.8 - 13.26, 13.36 - 13.39)."""
 
 import functools
 
@@ -57,14 +57,14 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def test_window_counts():
-    """Spec 13.8, and every length up to 130."""
+    """docs/semantics.md 13.8, and every length up to 130."""
     assert num_windows(jnp.array([31, 32, 47, 48, 63, 64])).tolist() == [0, 1, 1, 2, 2, 3]
     lengths = np.arange(131)
     assert num_windows(jnp.asarray(lengths)).tolist() == [oracle.num_compressed(n) for n in range(131)]
 
 
 def test_visible_windows_are_those_that_end_at_or_before():
-    """Spec 13.12, and the rule for every position; the count does not depend on how long the prompt is."""
+    """docs/semantics.md 13.12, and the rule for every position; the count does not depend on how long the prompt is."""
     at = jnp.array([[0, 14, 15, 30, 31, 46, 47, 63]])
     assert visible_windows(at, CONFIG).tolist() == [[0, 0, 0, 0, 1, 1, 2, 3]]
     rows = np.arange(CAPACITY)
@@ -77,7 +77,7 @@ def test_visible_windows_are_those_that_end_at_or_before():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_compressed_keys(dtype):
-    """All windows, each sequence its own, NaN behind the sequences' ends (spec 13.8)."""
+    """All windows, each sequence its own, NaN behind the sequences' ends (docs/semantics.md 13.8)."""
     rng = np.random.default_rng(0)
     k = jnp.asarray(normal(rng, 2, KV_HEADS, CAPACITY, DIM), dtype)
     lengths = (130, CAPACITY)
@@ -95,7 +95,7 @@ def test_compressed_keys(dtype):
 
 
 def test_compressed_keys_are_summed_in_float32():
-    """256 followed by small numbers: a bf16 sum would lose each of them (spec 13.11)."""
+    """256 followed by small numbers: a bf16 sum would lose each of them (docs/semantics.md 13.11)."""
     window = np.full(32, 0.75)
     window[0] = 256
     k = jnp.asarray(np.broadcast_to(window[None, None, :, None], (1, 1, 32, 8)), jnp.bfloat16)
@@ -118,7 +118,7 @@ def test_pooling(seed: int, kind: str, spike: int):
 
 
 def test_pooling_of_tokens():
-    """InfiniGen's grid: block b is tokens 64b - 1 .. 64b + 63 (spec 13.20)."""
+    """InfiniGen's grid: block b is tokens 64b - 1 .. 64b + 63 (docs/semantics.md 13.20)."""
     rng = np.random.default_rng(0)
     scores = normal(rng, 1, KV_HEADS, 1, CAPACITY)
     expected = oracle.pool_blocks(scores[0], np.array([-1000]), BLOCKS, 0, 0, ratio=64)
@@ -182,7 +182,7 @@ def test_ties_go_to_the_lowest_block():
 
 
 def test_published_width():
-    """120 blocks: 96 are returned, sorted, 34 forced; 50 blocks: 21 valid ones at block 20 (spec 13.21, 13.22)."""
+    """120 blocks: 96 are returned, sorted, 34 forced; 50 blocks: 21 valid ones at block 20 (section 13.21, 13.22)."""
     rng = np.random.default_rng(0)
     found, expected = ours_and_the_oracles(normal(rng, 1, 3, 120), np.array([119, 40, 5]), local=32, total=96)
     np.testing.assert_array_equal(found, expected)
@@ -197,7 +197,7 @@ def test_published_width():
 
 
 def test_forcing_at_block_40():
-    """Blocks 0 and 8..40 whatever their score: 34 of them (spec 13.18)."""
+    """Blocks 0 and 8..40 whatever their score: 34 of them (docs/semantics.md 13.18)."""
     scores = np.zeros((1, 1, 60), np.float32)
     scores[..., 1:8] = 1
     found, _ = ours_and_the_oracles(scores, np.array([40]), local=32, total=34)
@@ -235,7 +235,7 @@ def test_scores_of_every_length(garbage: float):
 
 
 def test_infllm_rows_sum_to_the_group():
-    """Spec 13.14: each head's softmax sums to 1, a row that sees nothing to 0."""
+    """docs/semantics.md 13.14: each head's softmax sums to 1, a row that sees nothing to 0."""
     q, _, k1 = score_inputs(1)
     visible = visible_windows(jnp.arange(131)[None], CONFIG)
     found = np.asarray(infllm(q[None], k1[None], visible))[0]
@@ -254,7 +254,7 @@ def test_infllm_survives_huge_logits():
 
 
 def test_heads_are_summed_after_their_softmax():
-    """One head with a sharp opinion, three with weak ones: before or after matters (spec 13.16)."""
+    """One head with a sharp opinion, three with weak ones: before or after matters (docs/semantics.md 13.16)."""
     q = np.zeros((1, 1, 1, GROUP, DIM), np.float32)
     k1 = np.zeros((1, 1, WINDOWS, DIM), np.float32)
     k1[0, 0, 0, 0], k1[0, 0, 1, 1] = 1, 1
@@ -267,7 +267,7 @@ def test_heads_are_summed_after_their_softmax():
 
 @given(seed=SEEDS, power=st.integers(-8, 8))
 def test_forecast_score_is_the_raw_dot(seed: int, power: int):
-    """Scaling F by a power of two scales each bf16 score exactly, so it never changes a selection (spec 13.26)."""
+    """Scaling F by a power of two scales each bf16 score exactly, so it never changes a selection (section 13.26)."""
     rng = np.random.default_rng(seed)
     f = jnp.asarray(normal(rng, 1, 131, KV_HEADS, DIM), jnp.bfloat16)
     k1 = jnp.asarray(normal(rng, 1, KV_HEADS, WINDOWS, DIM), jnp.bfloat16)
@@ -298,7 +298,7 @@ def random_ids(rng: np.random.Generator, query_block: np.ndarray, width: int = 6
 
 @given(seed=SEEDS)
 def test_masked_attention(seed: int):
-    """Random sets per token and KV head against the oracle; NaN in rows that hold nothing (spec 13.36 - 13.39)."""
+    """Random sets per token and KV head against the oracle; NaN in rows that hold nothing (section 13.36 - 13.39)."""
     rng = np.random.default_rng(seed)
     start = int(rng.integers(0, CAPACITY - 131))
     total = start + 131
@@ -357,7 +357,7 @@ def test_a_row_that_allows_nothing_gives_zeros():
 
 
 def test_kv_heads_keep_their_own_sets():
-    """Head 0 reads block 0, head 1 block 2: moving the values of the other blocks changes nothing (spec 13.38)."""
+    """Head 0 reads block 0, head 1 block 2: moving the values of the other blocks changes nothing (section 13.38)."""
     q, k, v = attention_inputs(0)
     ids = jnp.array([[[0, 3], [2, 3]]])
     length = jnp.array([4 * 64])

@@ -1,4 +1,4 @@
-"""RoPE of every kind against the oracle, near and far (spec 1.3, 1.4, 13.2, 13.3)."""
+"""RoPE of every kind against the oracle, near and far (docs/semantics.md 1.3, 1.4, 13.2, 13.3)."""
 
 import math
 from typing import Any
@@ -139,7 +139,7 @@ def test_longrope_with_factors_of_one_is_plain_rope():
 
 
 def test_longrope_switches_lists_by_the_longest_sequence_served():
-    """Up to the original length the short list, beyond it the long one, for all positions alike (spec 1.4, Q13)."""
+    """Up to the original length the short list, beyond it the long one, for all positions alike (section 1.4, Q13)."""
     config = ModelConfig.from_hf(hf_config("longrope"))
     short, long = (np.float32(1) / np.asarray(f, np.float32) for f in ([1.0] * 64, RAMP))
     np.testing.assert_array_equal(rope_frequencies(config, 32768)[0], short)

@@ -57,7 +57,7 @@ def tensors() -> None:
 
 
 def trainer() -> None:
-    """The dictionary that the reference's trainer writes (spec/model.md section 8.3)."""
+    """The dictionary that the reference's trainer writes (docs/semantics.md section 8.3)."""
     names = [f"model.layers.{layer}.self_attn.q_future_proj.weight" for layer in range(3)]
     names.append("model.layers.0.self_attn.q_curr_proj.weight")
     state = collections.OrderedDict((f"module.{name}", pattern(name, 32, 64)) for name in names)

@@ -1,4 +1,4 @@
-"""Dense and block-sparse attention as one masked softmax (spec section 6)."""
+"""Dense and block-sparse attention as one masked softmax (docs/semantics.md section 6)."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int

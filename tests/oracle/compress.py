@@ -1,4 +1,4 @@
-"""Compressed keys: means over sliding windows of post-RoPE keys (spec section 3)."""
+"""Compressed keys: means over sliding windows of post-RoPE keys (docs/semantics.md section 3)."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ def compress_keys(
 
 @dataclass(frozen=True, kw_only=True)
 class RollingKeys:
-    """The incremental form (spec 3.3): finished means `k1 [n1, Hk, D]` and the `tail` of keys still needed."""
+    """The incremental form (section 3.3): finished means `k1 [n1, Hk, D]` and the `tail` of keys still needed."""
 
     k1: np.ndarray
     tail: np.ndarray

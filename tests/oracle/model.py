@@ -1,4 +1,4 @@
-"""A whole MiniCPM-style decoder for one sequence, with every selection mode (spec sections 1, 2.3, 5.3, 7)."""
+"""A whole MiniCPM-style decoder for one sequence, with every selection mode (docs/semantics.md 1, 2.3, 5.3, 7)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ CALIBRATION_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSettings:
-    """`sparse_config` with the defaults of spec 2.1; `total_blocks` counts the forced ones (topk + local_blocks)."""
+    """`sparse_config` with the defaults of section 2.1; `total_blocks` counts the forced ones (topk + local_blocks)."""
 
     kernel_size: int
     kernel_stride: int

@@ -1,4 +1,4 @@
-"""Where the oracle rounds: nowhere (exact), or at every point where a bf16 model rounds (spec section 1.2)."""
+"""Where the oracle rounds: nowhere (exact), or at every point where a bf16 model rounds (docs/semantics.md 1.2)."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class Numerics:
 
     Attributes:
         dtype: the type of all arithmetic. float64 is the definition; float32 is for speed on larger models.
-        bf16: round to bfloat16 at the points of spec section 1.2, as a model whose activations are bf16 does.
-        ref_compat: reproduce the reference's quirks Q1, Q2, Q3 and, together with `bf16`, Q11 (spec section 10).
+        bf16: round to bfloat16 at the points of section 1.2, as a model whose activations are bf16 does.
+        ref_compat: reproduce the reference's quirks Q1, Q2, Q3 and, together with `bf16`, Q11 (section 10).
     """
 
     dtype: type = np.float64
@@ -42,7 +42,7 @@ def linear(x: np.ndarray, weight: np.ndarray, numerics: Numerics = EXACT) -> np.
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, numerics: Numerics = EXACT) -> np.ndarray:
-    """RMSNorm over the last axis. In bf16 the normalised value is rounded before and after the weight (spec 1.2)."""
+    """RMSNorm over the last axis. In bf16 the normalised value is rounded before and after the weight (section 1.2)."""
     variance = np.mean(np.square(x), axis=-1, keepdims=True)
     normed = numerics.round(x / np.sqrt(variance + eps))
     return numerics.round(normed * weight)

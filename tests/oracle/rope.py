@@ -1,4 +1,4 @@
-"""Rotary position tables, half-split pairing (spec sections 1.3 and 1.4; yarn, linear, dynamic as in Hugging Face).
+"""Rotary position tables, half-split pairing (docs/semantics.md 1.3, 1.4; yarn, linear, dynamic as in Hugging Face).
 
 The phases are float32 by definition: inverse frequencies, and their product with the position, are rounded to
 float32. Their cosine and sine are then taken in float64.

@@ -1,4 +1,4 @@
-"""Which blocks a query reads: scores on the compressed grid, pooling, forcing, top-k (spec sections 4 and 5.4)."""
+"""Which blocks a query reads: scores on the compressed grid, pooling, forcing, top-k (docs/semantics.md 4 and 5.4)."""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -11,7 +11,7 @@ def visible_stage1(
 ) -> Int[np.ndarray, "q_len"]:
     """How many compressed keys each prefill row sees in stage 1: those whose whole window ends at or before it.
 
-    `rows [T]` are token indices, `q_len` is the length of the prefill (only quirk Q1 depends on it). Spec 4.2.
+    `rows [T]` are token indices, `q_len` is the length of the prefill (only quirk Q1 depends on it). Section 4.2.
     """
     if not ref_compat:
         return np.clip((rows - kernel + 1) // stride + 1, 0, n1)
@@ -31,7 +31,7 @@ def stage1_score(
 ) -> Float[np.ndarray, "kv_heads q_len n1"]:
     """InfLLM-V2 score [Hk, T, n1]: softmax per head over the visible keys, then summed over the heads of a group.
 
-    `q [T, H, D]`, `k1 [n1, Hk, D]`, `visible [T]`: the first so many keys count. Invisible keys score 0. Spec 4.1.
+    `q [T, H, D]`, `k1 [n1, Hk, D]`, `visible [T]`: the first so many keys count. Invisible keys score 0. Section 4.1.
     """
     (t, heads, dim), (n1, kv_heads, _) = q.shape, k1.shape
     grouped = q.reshape(t, kv_heads, heads // kv_heads, dim)
@@ -52,7 +52,7 @@ def forecast_score(
     stride: int = 16,
     numerics: Numerics = EXACT,
 ) -> Float[np.ndarray, "kv_heads q_len n1"]:
-    """SparDA score [Hk, T, n1]: the raw dot product of `forecast [T, Hk, D]` and `k1 [n1, Hk, D]`. Spec 5.4.
+    """SparDA score [Hk, T, n1]: the raw dot product of `forecast [T, Hk, D]` and `k1 [n1, Hk, D]`. Section 5.4.
 
     `rows [T]` (prefill): key j scores -inf where its window starts after the row. None (decode): no mask.
     """
@@ -67,7 +67,7 @@ def align_teacher(
 ) -> Float[np.ndarray, "kv_heads q_len n1"]:
     """Training: scores [Hk, T, n] on a grid `ratio` times finer -> [Hk, T, n1]: max over ratio*j-1 .. ratio*j+ratio-1.
 
-    Windows are `ratio + 1` wide with one -inf on each side; the result is cut, or filled with 0, to n1 (spec 9). On
+    Windows are `ratio + 1` wide with one -inf on each side; the result is cut, or filled with 0, to n1 (section 9). On
     equal grids (ratio 1) there is no pooling.
     """
     if ratio == 1:
@@ -87,7 +87,7 @@ def pool_blocks(
     local_blocks: int,
     ratio: int = 4,
 ) -> Float[np.ndarray, "kv_heads q_len num_blocks"]:
-    """Block scores [Hk, T, num_blocks] from `score [Hk, T, n]`, `ratio` entries to a block. Spec 4.3.
+    """Block scores [Hk, T, num_blocks] from `score [Hk, T, n]`, `ratio` entries to a block. Section 4.3.
 
     Block b gets the maximum over entries ratio*b-1 .. ratio*b+ratio-1, -inf if there are none; the first
     `init_blocks` and blocks query_block-local_blocks .. query_block (`query_block [T]`) get +inf.
@@ -110,7 +110,7 @@ def select_blocks(
     total: int,
     ref_compat: bool = False,
 ) -> Int[np.ndarray, "kv_heads q_len k"]:
-    """The `min(total, num_blocks)` best blocks of each row, int32 [Hk, T, k], ascending, -1 (invalid) last. Spec 4.4.
+    """The `min(total, num_blocks)` best blocks a row, int32 [Hk, T, k], ascending, -1 (invalid) last. Section 4.4.
 
     Ties go to the lowest block. Blocks after `query_block [T]` never win a place in the clean semantics; in the
     reference they may (quirk Q2) and are made invalid afterwards, by a `query_block` that Q3 shifts.

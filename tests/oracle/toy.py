@@ -49,7 +49,7 @@ def toy_config(**changes: Any) -> dict[str, Any]:
 
 
 def weight_shapes(config: dict[str, Any], forecast: bool = True) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape [out, in] of every tensor (spec 8.1, 8.3)."""
+    """HF name -> shape [out, in] of every tensor (docs/semantics.md 8.1, 8.3)."""
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q_dim, kv_dim = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
