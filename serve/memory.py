@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from sparda_jax.generate import PREFILL_CHUNKS, Runner
+from sparda_jax.generate import Runner
 from sparda_jax.serve.settings import SettingsError
 
 DEFAULT_MAX_ACTIVE = 4
@@ -45,7 +45,7 @@ class MemoryPlan:
         rows = config.num_layers * config.num_kv_heads * config.head_dim * item
         per_token = 2 * rows + rows // config.sparse.kernel_stride
         per_sequence = per_token * capacity
-        chunk = runner.chunk_for(1, PREFILL_CHUNKS[-1], capacity)
+        chunk = runner.chunk_for(1, runner.prefill_chunks[-1], capacity)
         workspace = 4 * config.num_heads * capacity * chunk + per_sequence // 2
         fits = DEFAULT_MAX_ACTIVE
         if free_bytes is not None:

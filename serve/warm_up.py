@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sparda_jax.generate import PREFILL_CHUNKS, Runner
+from sparda_jax.generate import Runner
 from sparda_jax.sampling import SamplingParams, SamplingState
 
 
@@ -25,7 +25,7 @@ def programs(runner: Runner, max_len: int) -> list[tuple[int, int]]:
     return [
         (capacity, size)
         for capacity in buckets(runner, max_len)
-        for size in (*dict.fromkeys(runner.chunk_for(1, n, capacity) for n in PREFILL_CHUNKS), 0)
+        for size in (*dict.fromkeys(runner.chunk_for(1, n, capacity) for n in runner.prefill_chunks), 0)
     ]
 
 

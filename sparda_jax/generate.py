@@ -18,7 +18,9 @@ from sparda_jax.sampling import SamplingParams, SamplingState, sample
 from sparda_jax.selection import Mode
 
 MIN_CAPACITY = 1024
-PREFILL_CHUNKS = (64, 256, 1024)
+# Sizes of a prefill chunk by platform: a GPU wants long ones, a CPU scores that stay in its cache. Each size is a program
+# of its own for each cache bucket, so there are few.
+PREFILL_CHUNKS = {"cpu": (128,), "gpu": (256, 1024)}
 # The plain attention of a prefill chunk holds its scores in memory; larger caches get smaller chunks.
 MAX_SCORE_BYTES = 2 << 30
 
@@ -121,6 +123,7 @@ class Runner:
             self._skew = calibrate(model, calibration, self.max_model_len)
         self._graphdef, self._state = nnx.split(model)
         self._device = next(iter(model.embed_tokens.devices()))
+        self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
 
     def start(self, prompt: Seq[int], params: SamplingParams) -> "Sequence":
         """A request of its own, to be advanced step by step; errors as :meth:`start_batch`."""
@@ -160,7 +163,8 @@ class Runner:
     def chunk_for(self, batch: int, remaining: int, capacity: int) -> int:
         """Tokens of the next prefill chunk: the smallest bucket that holds the rest, as far as memory allows."""
         row_bytes = 4 * batch * self.config.num_heads * capacity
-        fitting = [c for c in PREFILL_CHUNKS if c * row_bytes <= MAX_SCORE_BYTES] or [PREFILL_CHUNKS[0]]
+        chunks = self.prefill_chunks
+        fitting = [c for c in chunks if c * row_bytes <= MAX_SCORE_BYTES] or [chunks[0]]
         return next((c for c in fitting if c >= remaining), fitting[-1])
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -233,7 +237,8 @@ class Lanes:
         start = self.prefilled
         if self._cache is None:
             self._cache = runner.new_cache(batch, runner.capacity_for(1))
-        size = runner.chunk_for(batch, longest - start, runner.capacity_for(min(longest, start + PREFILL_CHUNKS[-1])))
+        reach = min(longest, start + runner.prefill_chunks[-1])
+        size = runner.chunk_for(batch, longest - start, runner.capacity_for(reach))
         tokens = np.zeros((batch, size), np.int32)
         for lane, prompt in enumerate(self._prompts):
             piece = prompt[start : start + size]

@@ -11,7 +11,7 @@ from sparda_jax.selection import Mode
 from sparda_jax.tokenizer import Tokenizer
 
 # Prompts that go through the model together.
-EVAL_BATCH = 50
+EVAL_BATCH = 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

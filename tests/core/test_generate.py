@@ -142,7 +142,7 @@ def test_prefill_in_chunks_over_growing_buckets(monkeypatch: pytest.MonkeyPatch)
     """64 tokens a call, caches of 256 (no selection needed), 512 and 1024: the same tokens and the same counts."""
     expected, stats = batch_run(Mode.SPARDA)
     monkeypatch.setattr(generate, "MIN_CAPACITY", 256)
-    monkeypatch.setattr(generate, "PREFILL_CHUNKS", (64,))
+    monkeypatch.setattr(runner(Mode.SPARDA), "prefill_chunks", (64,))
     lanes = runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], [SamplingParams(max_tokens=NEW)] * 3)
     calls = 0
     while lanes.prefilled < max(LENGTHS):
@@ -243,6 +243,8 @@ def test_buckets():
 
 def test_chunks_fit_the_rest_and_the_memory(monkeypatch: pytest.MonkeyPatch):
     run = runner(Mode.SPARDA)
+    assert run.prefill_chunks == generate.PREFILL_CHUNKS["cpu"]
+    monkeypatch.setattr(run, "prefill_chunks", (64, 256, 1024))
     assert [run.chunk_for(1, n, 1024) for n in (1, 64, 65, 256, 257, 5000)] == [64, 64, 256, 256, 1024, 1024]
     # 4 bytes x batch 2 x 8 heads x capacity 1024 are 64 KiB a row.
     monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 256 * 2**16)

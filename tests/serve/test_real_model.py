@@ -83,7 +83,9 @@ def test_a_seed_gives_the_same_answer_again(app: FastAPI) -> None:
 
 def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = model.runner
-    assert programs(runner, 8192) == [(1024, 64), (1024, 256), (1024, 1024), (1024, 0)]
+    assert programs(runner, 8192) == [(1024, 128), (1024, 0)]
+    monkeypatch.setattr(runner, "prefill_chunks", (256, 1024))
+    assert programs(runner, 8192) == [(1024, 256), (1024, 1024), (1024, 0)]
     monkeypatch.setattr(runner, "max_model_len", 3000)
     assert buckets(runner, 8192) == [1024, 2048, 3008]
     assert buckets(runner, 2000) == [1024, 2048]
@@ -94,8 +96,7 @@ def test_after_the_warm_up_nothing_is_compiled(
 ) -> None:
     """Two small buckets; then requests that stay in the first, grow in prefill, and grow in decode."""
     monkeypatch.setattr(generate, "MIN_CAPACITY", 128)
-    for module in (generate, warm_ups):
-        monkeypatch.setattr(module, "PREFILL_CHUNKS", (64,))
+    monkeypatch.setitem(generate.PREFILL_CHUNKS, "cpu", (64,))
     model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=256)
     compiled.clear()
     warm_ups.warm_up(model.runner, 0, Console(quiet=True))
