@@ -118,7 +118,7 @@ def _attend(
 ) -> tuple[Float[Array, "batch q_len heads head_dim"], LayerCache, Int[Array, "batch kv_heads q_len selected"] | None]:
     config, projections = step.config, query.current
     cache = cache.append(projections.k, projections.v, lengths, step.num_new, config.sparse.kernel_stride)
-    if step.mode is Mode.INFINIGEN and not step.decode:
+    if step.mode is Mode.INFINIGEN and not step.decode and cache.channel_weight is not None:
         weight = cache.channel_weight + channel_importance(config, query, step.valid)
         cache = dataclasses.replace(cache, channel_weight=weight)
     ids = _select(step, query, cache)

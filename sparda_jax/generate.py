@@ -18,8 +18,8 @@ from sparda_jax.sampling import SamplingParams, SamplingState, sample
 from sparda_jax.selection import Mode
 
 MIN_CAPACITY = 1024
-# Sizes of a prefill chunk by platform: a GPU wants long ones, a CPU scores that stay in its cache. Each size is a program
-# of its own for each cache bucket, so there are few.
+# Sizes of a prefill chunk by platform: a GPU wants long ones, a CPU scores that stay in its cache. Each size is a
+# program of its own for each cache bucket, so there are few.
 PREFILL_CHUNKS = {"cpu": (128,), "gpu": (256, 1024)}
 # The plain attention of a prefill chunk holds its scores in memory; larger caches get smaller chunks.
 MAX_SCORE_BYTES = 2 << 30
@@ -235,8 +235,6 @@ class Lanes:
     def _prefill(self, longest: int) -> np.ndarray:
         runner, batch = self._runner, len(self._prompts)
         start = self.prefilled
-        if self._cache is None:
-            self._cache = runner.new_cache(batch, runner.capacity_for(1))
         reach = min(longest, start + runner.prefill_chunks[-1])
         size = runner.chunk_for(batch, longest - start, runner.capacity_for(reach))
         tokens = np.zeros((batch, size), np.int32)
@@ -260,6 +258,8 @@ class Lanes:
 
     def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> np.ndarray:
         cache, self._cache = self._cache, None
+        if cache is None:
+            cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(1))
         following, self._cache, read, visible = self._runner.advance(
             cache, tokens, num_new, sparse, self._sampling, decode
         )

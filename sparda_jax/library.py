@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ class SparDA:
         dtype: DTypeLike | None = None,
         forecast: str | Path | None = None,
         long_context: bool = False,
-        device: jax.Device | None = None,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> "SparDA":
         """Loads a Hugging Face folder, or one that ``python -m sparda_jax.convert`` wrote.
 
@@ -95,8 +96,8 @@ class SparDA:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(prompt)
-        return [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+            return self.tokenizer.encode_chat(cast(Seq[Mapping[str, str]], prompt))
+        return [int(token) for token in cast(Seq[int], prompt)]
 
     def generate(
         self,
