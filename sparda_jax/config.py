@@ -1,11 +1,25 @@
 """Model, RoPE and sparsity configuration: frozen, validated, read from a Hugging Face ``config.json``."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+from sparda_jax.config_checks import (
+    ConfigError,
+    as_list,
+    as_object,
+    check,
+    check_number,
+    check_numbers,
+    read_config_file,
+    take,
+    take_bool,
+    take_number,
+)
+
+__all__ = ["MINICPM41_128K_FACTORS", "ConfigError", "ModelConfig", "RopeConfig", "RopeType", "SparseConfig"]
 
 RopeType = Literal["default", "linear", "dynamic", "longrope", "yarn"]
 
@@ -26,22 +40,6 @@ MINICPM41_128K_FACTORS: tuple[float, ...] = tuple(
 125.76256945356558 125.86360463815589 125.94749252260765 126.01712561287873
 """.split()
 )
-
-
-class ConfigError(ValueError):
-    """A configuration that is wrong or not supported; the message names the field, the value and the way out."""
-
-
-def _check(condition: bool, field: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ConfigError(f"{field}={value!r} is not supported: {rule}")
-
-
-def _take(data: Mapping[str, Any], name: str) -> Any:
-    """The value of a required ``config.json`` field. Class defaults differ from the real models, so none is assumed."""
-    if data.get(name) is None:
-        raise ConfigError(f"config.json has no field {name!r}; it is required (class defaults are never used)")
-    return data[name]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,18 +68,21 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         known = ("default", "linear", "dynamic", "longrope", "yarn")
-        _check(self.rope_type in known, "rope_scaling.rope_type", self.rope_type, f"use one of {', '.join(known)}")
-        _check(self.theta > 1, "rope_theta", self.theta, "it must be larger than 1")
-        _check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be at least 1")
-        _check(
+        check(self.rope_type in known, "rope_scaling.rope_type", self.rope_type, f"use one of {', '.join(known)}")
+        check_numbers(self, {"theta": "rope_theta"}, "rope_scaling.")
+        check(self.theta > 1, "rope_theta", self.theta, "it must be larger than 1")
+        check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be at least 1")
+        check(
             self.attention_factor is None or self.rope_type == "yarn",
             "rope_scaling.attention_factor",
             self.attention_factor,
             "only yarn's is implemented",
         )
+        betas = (self.beta_fast, self.beta_slow)
+        check(betas[0] > betas[1] > 0, "rope_scaling.beta_fast/beta_slow", betas, "the first must exceed the second")
         if self.rope_type in ("longrope", "yarn"):
             original = self.original_max_position_embeddings
-            _check(
+            check(
                 original is not None and original > 1,
                 "rope_scaling.original_max_position_embeddings",
                 original,
@@ -89,7 +90,7 @@ class RopeConfig:
             )
         if self.rope_type == "longrope":
             sizes = (len(self.short_factor), len(self.long_factor))
-            _check(
+            check(
                 sizes[0] == sizes[1] > 0 and min(self.short_factor + self.long_factor) > 0,
                 "rope_scaling.short_factor/long_factor",
                 f"lists of {sizes[0]} and {sizes[1]}",
@@ -99,23 +100,26 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> "RopeConfig":
         """Reads ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` as newer files write them."""
-        scaling = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
-        theta = scaling.pop("rope_theta", None) or _take(data, "rope_theta")
-        kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-        scaling.pop("type", None)
+        newer = as_object(data.get("rope_parameters"), "rope_parameters")
+        scaling = dict(newer or as_object(data.get("rope_scaling"), "rope_scaling"))
+        if (theta := scaling.pop("rope_theta", None)) is None:
+            theta = take(data, "rope_theta")
+        check_number("rope_theta", theta, float)
+        kinds = (scaling.pop("rope_type", None), scaling.pop("type", None), "default")
+        kind: Any = next(k for k in kinds if k is not None)
         original = scaling.pop("original_max_position_embeddings", None)
         if original is None and kind in ("longrope", "yarn"):
-            original = data.get("original_max_position_embeddings") or _take(data, "max_position_embeddings")
+            original = data.get("original_max_position_embeddings") or take(data, "max_position_embeddings")
         names = {f.name for f in dataclasses.fields(cls)}
         values = {k: v for k, v in scaling.items() if k in names and v is not None}
         if scaling.get("partial_rotary_factor") == 1:
             del scaling["partial_rotary_factor"]
         unknown = sorted(set(scaling) - names)
-        _check(not unknown, "rope_scaling", unknown, "these fields would change the rotation and are not implemented")
+        check(not unknown, "rope_scaling", unknown, "these fields would change the rotation and are not implemented")
         if kind in ("linear", "dynamic", "yarn"):
-            _check("factor" in values, "rope_scaling.factor", None, f"{kind} needs it (no default is used)")
+            check("factor" in values, "rope_scaling.factor", None, f"{kind} needs it (no default is used)")
         for name in ("short_factor", "long_factor"):
-            values[name] = tuple(float(x) for x in values.get(name) or ())
+            values[name] = tuple(as_list(values.get(name), f"rope_scaling.{name}"))
         return cls(rope_type=kind, theta=float(theta), original_max_position_embeddings=original, **values)
 
     def with_minicpm41_128k(self) -> "RopeConfig":
@@ -124,7 +128,7 @@ class RopeConfig:
         Raises:
             ConfigError: when the model's own rope is not longrope over 64 frequencies.
         """
-        _check(
+        check(
             self.rope_type == "longrope" and len(self.long_factor) == len(MINICPM41_128K_FACTORS),
             "rope_scaling.rope_type",
             self.rope_type,
@@ -161,18 +165,19 @@ class SparseConfig:
     dense_len: int = 8192
 
     def __post_init__(self) -> None:
+        check_numbers(self, {}, "sparse_config.")
         fixed = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64}
         for name, value in fixed.items():
-            _check(getattr(self, name) == value, f"sparse_config.{name}", getattr(self, name), f"it must be {value}")
-        _check(self.init_blocks >= 0, "sparse_config.init_blocks", self.init_blocks, "it must not be negative")
-        _check(
+            check(getattr(self, name) == value, f"sparse_config.{name}", getattr(self, name), f"it must be {value}")
+        check(self.init_blocks >= 0, "sparse_config.init_blocks", self.init_blocks, "it must not be negative")
+        check(
             self.window_size >= self.block_size,
             "sparse_config.window_size",
             self.window_size,
             f"at least one local block is needed, so use {self.block_size} or more",
         )
         forced = self.init_blocks + self.local_blocks + 1
-        _check(
+        check(
             self.num_selected_blocks >= forced,
             "sparse_config.topk",
             self.topk,
@@ -207,12 +212,26 @@ class SparseConfig:
         """
         merged: dict[str, Any] = {}
         for layer in layers:
-            merged |= {k: v for k, v in (layer or {}).items() if v is not None}
-        _check("select_blocks" not in merged, "sparse_config.select_blocks", merged.get("select_blocks"), NOSA_REFUSED)
-        _check(not merged.get("use_nope"), "sparse_config.use_nope", True, "keys are compressed after RoPE only")
+            merged |= {k: v for k, v in as_object(layer, "sparse_config").items() if v is not None}
+        check("select_blocks" not in merged, "sparse_config.select_blocks", merged.get("select_blocks"), NOSA_REFUSED)
+        check(not merged.get("use_nope"), "sparse_config.use_nope", True, "keys are compressed after RoPE only")
         names = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{k: int(v) for k, v in merged.items() if k in names})
+        return cls(**{k: v for k, v in merged.items() if k in names})
 
+
+# More than any published model; a size beyond it is a broken file.
+MAX_LAYERS = 1000
+
+# What config.json calls the fields that have another name here.
+_HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "embedding_scale": "scale_emb",
+    "residual_scale": "scale_depth",
+    "logit_divisor": "dim_model_base",
+    "eos_token_ids": "eos_token_id",
+}
 
 NOSA_REFUSED = "NOSA models (two-stage selection with an eviction head) are not implemented yet"
 
@@ -255,20 +274,27 @@ class ModelConfig:
     sparse: SparseConfig = SparseConfig()
 
     def __post_init__(self) -> None:
+        check_numbers(self, _HF_NAMES)
         sizes = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads max_position_embeddings"
         for name in sizes.split():
-            _check(getattr(self, name) > 0, name, getattr(self, name), "it must be positive")
-        _check(
+            check(getattr(self, name) > 0, _HF_NAMES.get(name, name), getattr(self, name), "it must be positive")
+        for name in ("rms_norm_eps", "embedding_scale", "residual_scale", "logit_divisor"):
+            check(getattr(self, name) > 0, _HF_NAMES.get(name, name), getattr(self, name), "it must be positive")
+        check(self.initializer_range >= 0, "initializer_range", self.initializer_range, "it must not be negative")
+        check(self.num_layers <= MAX_LAYERS, "num_hidden_layers", self.num_layers, f"at most {MAX_LAYERS}")
+        check(
             self.num_heads % self.num_kv_heads == 0,
             "num_key_value_heads",
             self.num_kv_heads,
             f"it must divide num_attention_heads={self.num_heads}",
         )
-        _check(self.group_size <= 16, "num_attention_heads", self.num_heads, "at most 16 query heads per KV head")
-        _check(self.head_dim % 8 == 0 and self.head_dim <= 256, "head_dim", self.head_dim, "a multiple of 8 up to 256")
+        check(self.group_size <= 16, "num_attention_heads", self.num_heads, "at most 16 query heads per KV head")
+        check(
+            self.head_dim % 8 == 0 and 0 < self.head_dim <= 256, "head_dim", self.head_dim, "a multiple of 8 up to 256"
+        )
         if self.rope.rope_type == "longrope":
             count = len(self.rope.long_factor)
-            _check(count == self.head_dim // 2, "rope_scaling.long_factor", f"list of {count}", "need head_dim / 2")
+            check(count == self.head_dim // 2, "rope_scaling.long_factor", f"list of {count}", "need head_dim / 2")
 
     @property
     def group_size(self) -> int:
@@ -291,48 +317,50 @@ class ModelConfig:
         Raises:
             ConfigError: a required field is missing, or a value is outside what is implemented.
         """
-        kind = _take(data, "model_type")
-        _check(kind in ("minicpm", "llama"), "model_type", kind, "use a minicpm or llama model")
-        architectures = " ".join(data.get("architectures") or ())
-        _check(
+        data, generation = as_object(data, "config.json"), as_object(generation, "generation_config.json")
+        kind = take(data, "model_type")
+        check(kind in ("minicpm", "llama"), "model_type", kind, "use a minicpm or llama model")
+        architectures = " ".join(map(str, as_list(data.get("architectures"), "architectures")))
+        check(
             "Sparse" not in architectures and "NOSA" not in architectures, "architectures", architectures, NOSA_REFUSED
         )
-        _check(data.get("hidden_act", "silu") == "silu", "hidden_act", data.get("hidden_act"), "only silu")
+        check(data.get("hidden_act", "silu") == "silu", "hidden_act", data.get("hidden_act"), "only silu")
         for name in ("attention_bias", "mlp_bias"):
-            _check(not data.get(name), name, data.get(name), "only projections without bias")
-        _check(data.get("pretraining_tp", 1) == 1, "pretraining_tp", data.get("pretraining_tp"), "only 1")
+            check(not data.get(name), name, data.get(name), "only projections without bias")
+        check(data.get("pretraining_tp", 1) == 1, "pretraining_tp", data.get("pretraining_tp"), "only 1")
         hidden, heads, layers = (
-            int(_take(data, n)) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+            take_number(data, n, int) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
-        for name, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
-            _check(value > 0, name, value, "it must be positive")
+        for name, value in (("hidden_size", hidden), ("num_attention_heads", heads), ("num_hidden_layers", layers)):
+            check(value > 0, name, value, "it must be positive")
         head_dim = data.get("head_dim")
         if head_dim is None:
-            _check(hidden % heads == 0, "num_attention_heads", heads, f"it must divide hidden_size={hidden}")
+            check(hidden % heads == 0, "num_attention_heads", heads, f"it must divide hidden_size={hidden}")
             head_dim = hidden // heads
+        check_number("head_dim", head_dim, int)
         scales: dict[str, float] = {}
         if kind == "minicpm":
-            base = float(_take(data, "dim_model_base"))
-            _check(base > 0, "dim_model_base", base, "it must be positive")
+            base = take_number(data, "dim_model_base", float)
+            check(base > 0, "dim_model_base", base, "it must be positive")
             scales = {
-                "embedding_scale": float(_take(data, "scale_emb")),
-                "residual_scale": float(_take(data, "scale_depth")) / math.sqrt(layers),
+                "embedding_scale": take_number(data, "scale_emb", float),
+                "residual_scale": take_number(data, "scale_depth", float) / math.sqrt(layers),
                 "logit_divisor": hidden / base,
             }
         return cls(
-            vocab_size=_take(data, "vocab_size"),
+            vocab_size=take(data, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_take(data, "intermediate_size"),
+            intermediate_size=take(data, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=_take(data, "num_key_value_heads"),
+            num_kv_heads=take(data, "num_key_value_heads"),
             head_dim=head_dim,
-            max_position_embeddings=_take(data, "max_position_embeddings"),
-            rms_norm_eps=_take(data, "rms_norm_eps"),
+            max_position_embeddings=take(data, "max_position_embeddings"),
+            rms_norm_eps=take(data, "rms_norm_eps"),
             initializer_range=data.get("initializer_range") or 0.02,
-            tie_word_embeddings=_take_bool(data, "tie_word_embeddings"),
+            tie_word_embeddings=take_bool(data, "tie_word_embeddings"),
             bos_token_id=data.get("bos_token_id"),
-            eos_token_ids=_eos_ids(data, generation or {}),
+            eos_token_ids=_eos_ids(data, generation),
             rope=RopeConfig.from_hf(data),
             sparse=SparseConfig.from_hf(data.get("sparse_config"), forecast_sparse_config),
             **scales,
@@ -348,18 +376,10 @@ class ModelConfig:
             raise ConfigError(
                 f"{folder} holds no config.json; give the folder of a Hugging Face or converted checkpoint"
             )
-        data = json.loads((folder / "config.json").read_text())
+        data = read_config_file(folder / "config.json")
         generation_file = folder / "generation_config.json"
-        generation = json.loads(generation_file.read_text()) if generation_file.is_file() else None
+        generation = read_config_file(generation_file) if generation_file.is_file() else None
         return cls.from_hf(data, generation, forecast_sparse_config)
-
-
-def _take_bool(data: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(data.get(name), bool):
-        raise ConfigError(
-            f"config.json field {name!r} is {data.get(name)!r}; it must be true or false (no default is used)"
-        )
-    return data[name]
 
 
 def _eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
@@ -367,5 +387,8 @@ def _eos_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for source in sources:
         value = source.get("eos_token_id")
-        ids |= dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value])
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        for item in given:
+            check_number("eos_token_id", item, int)
+        ids |= dict.fromkeys(given)
     return tuple(ids)

@@ -122,7 +122,7 @@ def test_a_missing_field_is_named(name: str, absent: bool):
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"num_attention_heads": 6}, "num_attention_heads=6"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"num_key_value_heads": 0}, "num_kv_heads=0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ({"num_attention_heads": 64, "head_dim": 8}, "num_attention_heads=64.*16 query heads"),
         ({"dim_model_base": 0}, "dim_model_base=0"),
         ({"head_dim": 20}, "head_dim=20"),
@@ -142,6 +142,64 @@ def test_a_missing_field_is_named(name: str, absent: bool):
 def test_what_is_wrong_or_not_built_is_named(changes: dict, named: str):
     with pytest.raises(ConfigError, match=named):
         read(**changes)
+
+
+NUMBERS = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings rms_norm_eps rope_theta scale_emb dim_model_base scale_depth initializer_range"
+).split()
+
+
+@pytest.mark.parametrize("value", ["5", [5], {"a": 5}, True, float("nan"), float("inf"), 10**400, -1])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_what_is_no_sensible_number_is_refused_by_name(field: str, value: Any):
+    with pytest.raises(ConfigError, match=f"^{field}="):
+        ModelConfig.from_hf(MINICPM41 | {field: value})
+
+
+@pytest.mark.parametrize("value", ["5", [5], True, float("nan"), 1.5, 384.0, 10**30])
+@pytest.mark.parametrize("field", ["topk", "window_size", "init_blocks", "dense_len", "block_size"])
+def test_a_selection_field_is_a_whole_number(field: str, value: Any):
+    with pytest.raises(ConfigError, match=f"^sparse_config.{field}="):
+        SparseConfig.from_hf({field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000"),
+        ({"hidden_size": 384.0}, "hidden_size=384.0"),
+        ({"eos_token_id": [2, "x"]}, "eos_token_id='x'"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id="),
+        ({"bos_token_id": [1]}, "bos_token_id="),
+        ({"architectures": 5}, "architectures=5"),
+        ({"sparse_config": [1]}, "sparse_config="),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_parameters": [1]}, "rope_parameters="),
+        ({"rope_scaling": {"rope_type": 0}}, "rope_scaling.rope_type=0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor='2'"),
+        ({"rope_scaling": MINICPM41["rope_scaling"] | {"long_factor": 2.0}}, "rope_scaling.long_factor=2.0"),
+        ({"rope_scaling": MINICPM41["rope_scaling"] | {"long_factor": ["a"] * 64}}, "rope_scaling.long_factor='a'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "rope_scaling.beta_fast"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(changes: dict[str, Any], named: str):
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        ModelConfig.from_hf(MINICPM41 | changes)
+
+
+def test_duplicate_ends_and_an_empty_rope_scaling_are_fine():
+    config = ModelConfig.from_hf(MINICPM41 | {"eos_token_id": [2, 2, 5], "rope_scaling": {}})
+    assert (config.eos_token_ids, config.rope.rope_type) == ((2, 5), "default")
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "5", "\xe9", "[" * 100_000])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_are_no_json_object_are_named(name: str, text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM41))
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        ModelConfig.from_pretrained(tmp_path)
 
 
 LONGROPE = {
