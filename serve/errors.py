@@ -10,6 +10,8 @@ from sparda_jax.serve.engine import EngineError, EngineUnavailable, QueueFull, R
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE, MAX_PARAM = 2000, 200
+
 
 class ApiError(Exception):
     """An answer other than 200.
@@ -22,8 +24,10 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        # Both may quote the request, where a field's name can be of any length or half of a surrogate pair.
+        self.status, self.message, self.code = status, _shown(message, MAX_MESSAGE), code
+        self.param = None if param is None else _shown(param, MAX_PARAM)
+        super().__init__(self.message)
 
     @classmethod
     def bad_field(cls, param: str | None, message: str, *, code: str | None = None) -> "ApiError":
@@ -53,6 +57,11 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def _shown(text: str, limit: int) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -64,6 +64,7 @@ class Handler:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """``POST /v1/chat/completions``."""
+        self._check_size("messages", (message.content for message in body.messages))
         messages = [message.for_template() for message in body.messages]
         try:
             ids = await run_in_threadpool(
@@ -80,6 +81,7 @@ class Handler:
         prompts = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
+                self._check_size("prompt", [prompt])
                 ids = await run_in_threadpool(self._tokenizer.encode, prompt)
                 prompts.append(_Prompt(ids=ids, echo=prompt if body.echo else ""))
             else:
@@ -127,6 +129,15 @@ class Handler:
             count=lambda status: self._metrics.answered(shape.endpoint, status),
         )
         return response.stream() if body.stream else await response.whole(request)
+
+    def _check_size(self, field: str, texts: Iterable[str]) -> None:
+        """Refuses what can't fit whatever its tokens are, before minutes and gigabytes go into counting them."""
+        size, limit = sum(len(text) for text in texts), self._engine.max_model_len
+        if size > limit * self._tokenizer.longest_token:
+            message = (
+                f"the prompt has {size} characters, more than the {limit} tokens of the context (--max-model-len) hold"
+            )
+            raise ApiError.bad_field(field, message, code="context_length_exceeded")
 
     def _check_count(self, body: GenerationRequest, shape: Shape, prompts: int) -> None:
         count, capacity = prompts * body.choices_per_prompt, self._engine.capacity

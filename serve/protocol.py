@@ -13,6 +13,8 @@ from sparda_jax.serve.errors import ApiError
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1000
 MAX_CHOICES = 128
+# Levels inside a free-form field; code that walks it by recursion must not run out of stack.
+MAX_DEPTH = 64
 
 # Fields that change nothing in the answer's tokens: accepted and ignored.
 IGNORED = frozenset(
@@ -58,9 +60,18 @@ def _utf8(text: str) -> str:
     return text
 
 
-def _utf8_inside(value: dict[str, Any]) -> dict[str, Any]:
+def _plain_inside(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [x for item in level if isinstance(item, dict | list) for x in _children(item)]
+    if level:
+        raise _fail(f"it is nested deeper than {MAX_DEPTH} levels")
     _utf8(json.dumps(value, ensure_ascii=False))
     return value
+
+
+def _children(item: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(item.values()) if isinstance(item, dict) else item
 
 
 Text = Annotated[str, AfterValidator(_utf8)]
@@ -162,7 +173,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_utf8_inside)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_plain_inside)] | None = None
 
     @property
     def max_tokens_field(self) -> tuple[str, int | None]:
@@ -217,6 +228,8 @@ def _field_error(error: pydantic.ValidationError) -> ApiError:
     """The first problem, with its field as ``messages[0].role``."""
     first = error.errors(include_url=False, include_input=False)[0]
     # These two are turned into lists first, so what stands behind their names may mean nothing to the client.
+    if not first["loc"]:  # an object key that is no text
+        return ApiError.bad_field(None, "the names of the request's fields must be text", code="invalid_json")
     location = first["loc"][:1] if first["loc"][0] in ("prompt", "stop") else first["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if first["type"] == "extra_forbidden":

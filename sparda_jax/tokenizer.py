@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from sparda_jax._injection_guard import InjectionGuard
+from sparda_jax._injection_guard import InjectionGuard, encode_text
 from sparda_jax.chat_template import ChatTemplate, ChatTemplateError
 from sparda_jax.detokenizer import IncrementalDetokenizer, TokenBytes
 
@@ -28,6 +28,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of ids, the added tokens included.
+        longest_token: UTF-8 bytes of the longest token, as the vocabulary spells it: never fewer than its text has.
         bos_token_id, eos_token_id: from ``tokenizer_config.json``, or None.
         adds_bos: every prompt, plain or chat, starts with exactly one ``bos_token_id``.
         chat_template: the compiled template, or None for a model without one.
@@ -61,6 +62,7 @@ class Tokenizer:
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._find_special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._guard = InjectionGuard(backend, self._specials, self._find_special) if self._find_special else None
+        self.longest_token = max((len(token.encode()) for token in backend.get_vocab()), default=1)
         self._token_bytes = TokenBytes(backend, frozenset(self._specials.values()))
 
     @classmethod
@@ -102,7 +104,7 @@ class Tokenizer:
             text: any string without lone surrogates.
             add_bos: start with the one BOS of a model that wants it; a BOS already in the text is not doubled.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = encode_text(self._backend, text)
         return self._with_one_bos(ids) if add_bos and self.adds_bos else ids
 
     def encode_chat(
@@ -135,7 +137,7 @@ class Tokenizer:
             ids = guard.encode(rendered)
         else:
             rendered = template.render(messages, add_generation_prompt=add_generation_prompt, arguments=arguments)
-            ids = self._backend.encode(rendered, add_special_tokens=False).ids
+            ids = encode_text(self._backend, rendered)
         return self._with_one_bos(ids) if self.adds_bos else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.serve import api
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
@@ -129,6 +130,8 @@ CHAT_FIELDS = [
     ("chat_template_kwargs", {"messages": []}),
     ("chat_template_kwargs", {"bos_token": "x"}),
     ("chat_template_kwargs", {"x": "\ud83d"}),
+    ("chat_template_kwargs", {"x": json.loads("[" * 400 + "]" * 400)}),
+    ("chat_template_kwargs", json.loads('{"x":' * 400 + "1" + "}" * 400)),
     ("prompt", "hello"),
 ]
 TEXT_ONLY = [
@@ -195,6 +198,39 @@ def test_numbers_that_are_none(app: FastAPI, field: str, number: str) -> None:
 )
 def test_bodies_that_are_no_json_object(app: FastAPI, body: bytes) -> None:
     assert error_of(call(app, "POST", CHAT, content=body))["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("name", ["\ud83d", "x" * 1_000_000])
+def test_field_names_that_cannot_be_repeated(app: FastAPI, name: str) -> None:
+    """Half of a surrogate pair can't be sent back, and a megabyte should not be."""
+    for body in (
+        {"prompt": "a", name: 1},
+        {"prompt": "a", "stream": True, "stream_options": {name: 1}},
+        {"prompt": "a", "model": name},
+    ):
+        response = call(app, "POST", TEXT, content=json_of(body))
+        error_of(response, 404 if "model" in body else 400)
+        assert len(response.content) < 10_000
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63, 10**30])
+def test_a_top_k_beyond_any_vocabulary_is_none(top_k: int) -> None:
+    state = SamplingState.of([SamplingParams(top_k=top_k)])
+    assert state.top_k.tolist() == [2**31 - 1]
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenized(*args: object, **options: object) -> list[int]:
+        raise AssertionError
+
+    monkeypatch.setattr(TOKENIZER, "encode", tokenized)
+    monkeypatch.setattr(TOKENIZER, "encode_chat", tokenized)
+    text = "a" * (200 * TOKENIZER.longest_token + 1)
+    half = {"role": "user", "content": text[: len(text) // 2 + 1]}
+    for path, body in ((TEXT, {"prompt": [text]}), (CHAT, {"messages": [half, half]})):
+        error = error_of(call(app, "POST", path, json=body))
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] in body
 
 
 def test_nested_stream_options(app: FastAPI) -> None:
