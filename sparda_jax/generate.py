@@ -114,7 +114,7 @@ class Runner:
             raise ConfigError("mode=infinigen needs calibration tokens, and none were given")
         self.config: ModelConfig = model.config
         self.mode = mode
-        self.max_model_len = max_model_len or model.config.max_position_embeddings
+        self.max_model_len = model.config.max_position_embeddings if max_model_len is None else max_model_len
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} is not supported: it must be at least 2")
         self.dtype = model.embed_tokens.dtype

@@ -1,6 +1,7 @@
 """The library's front door: ``SparDA.from_pretrained(path).generate(prompts)``."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -95,9 +96,9 @@ class SparDA:
         """Token ids of a text, of chat messages (``[{"role": ..., "content": ...}]``), or ids as they are."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
+        if len(prompt) and isinstance(prompt[0], Mapping):
             return self.tokenizer.encode_chat(cast(Seq[Mapping[str, str]], prompt))
-        return [int(token) for token in cast(Seq[int], prompt)]
+        return [operator.index(token) for token in cast(Seq[int], prompt)]
 
     def generate(
         self,
@@ -113,27 +114,22 @@ class SparDA:
         """Continues a ragged batch of prompts; each result is what the prompt alone would give.
 
         Args:
-            prompts: texts, lists of token ids, or lists of chat messages; a single text is a batch of one.
+            prompts: texts, lists of token ids, or lists of chat messages; a single one of these is a batch of one.
             max_new_tokens: new tokens at most, per prompt.
             temperature, top_p, top_k: see :class:`~sparda_jax.sampling.SamplingParams`.
-            seed: prompt i is sampled with ``seed + i``.
+            seed: prompt i is sampled with ``seed + i``, modulo 2**64.
             return_stats: fill :attr:`Generation.stats`.
 
         Raises:
             ValueError: a prompt is empty or too long, or a parameter is out of range.
         """
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Seq | np.ndarray))
+        batch = cast(list[Prompt], [prompts] if single else list(prompts))
+        first = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         params = [
-            SamplingParams(
-                max_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=None if seed is None else seed + i,
-            )
-            for i in range(len(batch))
+            first if seed is None else dataclasses.replace(first, seed=(seed + i) % 2**64) for i in range(len(batch))
         ]
-        lanes = self.runner.start_batch([self.encode(p) for p in batch], params)  # pyright: ignore[reportArgumentType]
+        lanes = self.runner.start_batch([self.encode(p) for p in batch], params)
         tokens, reasons = _run(lanes, len(batch), max_new_tokens, self.config.eos_token_ids)
         return [
             Generation(

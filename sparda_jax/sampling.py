@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+# Uniform already, and still a float32.
+_HOTTEST = 1e30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -31,6 +34,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError whose message begins with the field's name."""
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | np.integer) or (name == "seed" and value is None)):
+                raise ValueError(f"{name}={value!r} is not allowed: it must be an integer")
         rules = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number, 0 or more"),
@@ -57,9 +64,10 @@ class SamplingState:
     def of(cls, params: Sequence[SamplingParams]) -> "SamplingState":
         seeds = [(secrets.randbits(64) if p.seed is None else p.seed) % 2**64 for p in params]
         return cls(
-            temperature=jnp.asarray([p.temperature for p in params], jnp.float32),
+            temperature=jnp.asarray([min(p.temperature, _HOTTEST) for p in params], jnp.float32),
             top_p=jnp.asarray([p.top_p for p in params], jnp.float32),
-            top_k=jnp.asarray([p.top_k for p in params], jnp.int32),
+            # Beyond any vocabulary all are the same; the device counts in 32 bits.
+            top_k=jnp.asarray([min(p.top_k, 2**31 - 1) for p in params], jnp.int32),
             seed=jnp.asarray(np.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], np.uint32)),
         )
 

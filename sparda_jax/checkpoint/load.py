@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 
 from sparda_jax.checkpoint.errors import CheckpointError
 from sparda_jax.checkpoint.weights import open_weights
+from sparda_jax.config import ConfigError
 from sparda_jax.model import Decoder, abstract_decoder
 
 
@@ -38,11 +39,13 @@ def load_model(
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, misshaped or damaged, or a required Forecast is missing.
-        ConfigError: ``config.json`` describes a model that is not implemented.
+        ConfigError: ``config.json`` describes a model that is not implemented, or ``dtype`` is not.
     """
     path, forecast = Path(path), None if forecast is None else Path(forecast)
     target = jax.local_devices()[0] if device is None else device
     wanted = jnp.dtype(dtype or (jnp.float32 if target.platform == "cpu" else jnp.bfloat16))
+    if wanted not in (jnp.float32, jnp.bfloat16):
+        raise ConfigError(f"dtype={wanted.name} is not supported: use float32 or bfloat16")
     weights = open_weights(path, forecast=forecast, check_hashes=check_hashes)
     if require_forecast and weights.forecast is None:
         raise CheckpointError(

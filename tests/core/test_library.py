@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,32 @@ def test_texts_ids_and_chats_in_one_batch(model: SparDA, greedy: list[int]):
             assert result.prompt_tokens == len(model.encode(prompt))
             assert result == model.generate([prompt], max_new_tokens=NEW, return_stats=True)[0]
     assert model.encode(chat) == model.tokenizer.encode_chat(chat)
+
+
+def test_one_prompt_of_any_kind_is_a_batch_of_one(model: SparDA):
+    chat = [{"role": "user", "content": "hello there"}]
+    ids = model.encode("hello world")
+    for prompt in (chat, ids, tuple(ids), np.asarray(ids)):
+        assert model.generate(prompt, max_new_tokens=2) == model.generate([prompt], max_new_tokens=2)
+
+
+def test_numbers_of_another_kind_are_refused(model: SparDA, folder: Path):
+    fraction: Any = 1.5
+    for name in ("max_new_tokens", "top_k", "seed"):
+        with pytest.raises(ValueError, match=f"^{name.replace('new_', '')}=1.5"):
+            model.generate("hello", **{name: fraction})
+    with pytest.raises(TypeError):
+        model.generate([[fraction]])
+    with pytest.raises(ValueError, match=r"^seed="):
+        model.generate("hello", seed=2**64)
+    with pytest.raises(ConfigError, match="max_model_len=0"):
+        SparDA.from_pretrained(folder, max_model_len=0)
+    with pytest.raises(ConfigError, match="dtype=int32"):
+        SparDA.from_pretrained(folder, dtype="int32")
+    # The last seed of all is followed by the first.
+    last, first = model.generate(["hello"] * 2, seed=2**64 - 1, temperature=1.5, max_new_tokens=4)
+    assert [first] == model.generate("hello", seed=0, temperature=1.5, max_new_tokens=4)
+    assert [last] == model.generate("hello", seed=-1, temperature=1.5, max_new_tokens=4)
 
 
 def test_stats(model: SparDA):

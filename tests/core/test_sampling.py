@@ -43,6 +43,11 @@ def test_greedy_is_the_largest_logit(seed: int):
     np.testing.assert_array_equal(found, logits.argmax(axis=-1))
 
 
+def test_extreme_temperatures():
+    assert set(draw(temperature=1e-9, count=64).tolist()) == {int(PROBABILITIES.argmax())}
+    assert_distributed(draw(temperature=1e300), np.full(4, 0.25))
+
+
 def test_greedy_takes_the_lowest_of_equals():
     state = SamplingState.of([SamplingParams()])
     assert run(jnp.array([[1.0, 5.0, 5.0, 0.0]]), state, jnp.array([3])).tolist() == [1]
