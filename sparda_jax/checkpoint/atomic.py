@@ -57,7 +57,7 @@ def atomic_folder(path: Path, *, overwrite: bool, marker: str) -> Iterator[Path]
     Raises:
         CheckpointError: ``path`` exists and may not be replaced.
     """
-    path = path.absolute()
+    path = path.resolve()  # a link stays, and what it points to is replaced
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists; give another folder, or --overwrite to replace it")
     if path.exists() and not (path.is_dir() and ((path / marker).is_file() or not any(path.iterdir()))):

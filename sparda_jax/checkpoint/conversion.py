@@ -53,6 +53,7 @@ def convert_checkpoint(
         CheckpointError: a tensor is not accounted for, ``target`` exists, or the disk is too small.
         ConfigError: the model is not one that is implemented.
     """
+    _check_apart(target, source, *([] if forecast is None else [forecast]))
     opened = open_hf(source, forecast)
     parameters = opened.accounted.parameters
     total = sum(_num_bytes(opened, parameter) for parameter in parameters)
@@ -79,6 +80,13 @@ def convert_checkpoint(
         if check is not None:
             check(folder)
     return manifest
+
+
+def _check_apart(target: Path, *inputs: Path) -> None:
+    """What is read must not lie inside of the folder that will be replaced."""
+    for path in inputs:
+        if target.exists() and target.resolve() in (path.resolve(), *path.resolve().parents):
+            raise CheckpointError(f"{target} is not replaced: it holds {path}, which is read; give another folder")
 
 
 def export_forecast(path: Path, out: Path, *, forecast: Path | None = None, overwrite: bool = False) -> None:

@@ -268,6 +268,23 @@ def test_existing_folders_are_replaced_only_on_request_and_only_converted_ones(s
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "home"}
 
 
+def test_a_source_inside_of_what_is_replaced_stays(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out")
+    inner = shutil.copytree(source, tmp_path / "out" / "inner")
+    with pytest.raises(CheckpointError, match=r"it holds .*inner, which is read"):
+        convert_checkpoint(inner, tmp_path / "out", overwrite=True)
+    assert (inner / "config.json").is_file()
+
+
+def test_a_link_stays_and_its_target_is_replaced(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):  # dangling at first
+        convert_checkpoint(source, tmp_path / "link", overwrite=True)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / "manifest.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
+
+
 def test_too_small_a_disk_is_seen_before_the_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
