@@ -46,7 +46,7 @@ def check_numbers(config: Any, names: Mapping[str, str], prefix: str = "") -> No
             if field.type is kind or (field.type == kind | None and value is not None):
                 check_number(name, value, kind)
             elif field.type == tuple[kind, ...]:
-                for item in value:
+                for item in getattr(config, field.name):
                     check_number(name, item, kind)
 
 

@@ -68,7 +68,8 @@ def test_texts_ids_and_chats_in_one_batch(model: SparDA, greedy: list[int]):
 def test_one_prompt_of_any_kind_is_a_batch_of_one(model: SparDA):
     chat = [{"role": "user", "content": "hello there"}]
     ids = model.encode("hello world")
-    for prompt in (chat, ids, tuple(ids), np.asarray(ids)):
+    prompts: list[Any] = [chat, ids, tuple(ids), np.asarray(ids)]
+    for prompt in prompts:
         assert model.generate(prompt, max_new_tokens=2) == model.generate([prompt], max_new_tokens=2)
 
 
