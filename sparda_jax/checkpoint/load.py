@@ -49,8 +49,8 @@ def load_model(
     weights = open_weights(path, forecast=forecast, check_hashes=check_hashes)
     if require_forecast and weights.forecast is None:
         raise CheckpointError(
-            f"{path} has no Forecast, which mode 'sparda' needs: give its file (--forecast FILE), put "
-            "forecast.safetensors into the folder, or train one (python -m sparda_jax.train); mode 'sparse' needs none"
+            f"{path} has no Forecast, which mode 'sparda' needs: give its file (--forecast FILE) or put "
+            "forecast.safetensors into the folder; mode 'sparse' needs none"
         )
     arrays: dict[str, jax.Array] = {}
     for item in weights.items:
