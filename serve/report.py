@@ -146,8 +146,8 @@ def curl(url: str, report: Report) -> str:
         path, body = "completions", {"prompt": "The sky is", "max_tokens": 32}
     else:
         content = (
-            "One of the special magic numbers for red-lamp is: 4071385.\n"
-            "What is the special magic number for red-lamp mentioned in the provided text?"
+            "One of the special magic numbers for green-kettle is: 4071385.\n"
+            "What is the special magic number for green-kettle mentioned in the provided text?"
         )
         path, body = "chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 32}
     body["temperature"] = 0

@@ -94,12 +94,16 @@ def test_a_failed_check_leaves_no_folder(tmp_path: Path) -> None:
         (["SRC", "--export-forecast", "f.pt"], "has to end in .safetensors"),
         (["absent", "DST"], "holds no config.json"),
         (["SRC", "DST", "--forecast", "absent.pt"], "absent.pt does not exist"),
-        (["SRC", "SRC"], "exists; give another folder, or --overwrite"),
-        (["SRC", "SRC", "--overwrite"], "is not replaced: it holds no manifest.json"),
+        (["SRC", "FULL"], "exists; give another folder, or --overwrite"),
+        (["SRC", "FULL", "--overwrite"], "is not replaced: it holds no manifest.json"),
+        (["SRC", "SRC", "--overwrite"], "which is read; give another folder"),
     ],
 )
 def test_wrong_options_end_in_a_sentence(source: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    places = {"SRC": str(source), "DST": str(tmp_path / "out")}
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("not a checkpoint")
+    places = {"SRC": str(source), "DST": str(tmp_path / "out"), "FULL": str(full)}
     output = run(*(places.get(argument, argument) for argument in arguments), code=1)
     assert output.startswith("error: ")
     assert message in output
