@@ -117,8 +117,8 @@ def _attend(
     step: _Step, query: QueryContext, cache: LayerCache, lengths: Int[Array, "batch"]
 ) -> tuple[Float[Array, "batch q_len heads head_dim"], LayerCache, Int[Array, "batch kv_heads q_len selected"] | None]:
     config, projections = step.config, query.current
-    cache = cache.append(projections.k, projections.v, lengths, step.num_new, config.sparse.kernel_stride)
-    if step.mode is Mode.INFINIGEN and not step.decode and cache.channel_weight is not None:
+    cache = cache.append(projections.k, projections.v, lengths, step.num_new, config.sparse)
+    if cache.channel_weight is not None and not step.decode:
         weight = cache.channel_weight + channel_importance(config, query, step.valid)
         cache = dataclasses.replace(cache, channel_weight=weight)
     ids = _select(step, query, cache)

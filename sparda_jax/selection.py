@@ -15,6 +15,7 @@ from sparda_jax.cache import LayerCache
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import DecoderLayer, Projections
 from sparda_jax.pallas_kernels.block_selection import forecast_scores, infllm_scores, pool_to_blocks
+from sparda_jax.pallas_kernels.compressed_keys import num_windows
 
 # InfiniGen keeps this many of the skewed channels (docs/semantics.md section 7.3).
 INFINIGEN_CHANNELS = 32
@@ -71,7 +72,7 @@ def group_heads(
 def visible_windows(positions: Int[Array, "batch q_len"], config: ModelConfig) -> Int[Array, "batch q_len"]:
     """How many compressed keys end at or before each position."""
     sparse = config.sparse
-    return jnp.maximum((positions + 1 - sparse.kernel_size) // sparse.kernel_stride + 1, 0)
+    return num_windows(positions + 1, sparse.kernel_size, sparse.kernel_stride)
 
 
 def block_scores(

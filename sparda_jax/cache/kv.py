@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparda_jax.config import ModelConfig
+from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.pallas_kernels.compressed_keys import compress_windows, num_windows
 
 
@@ -32,7 +32,7 @@ class LayerCache:
         v: Float[Array, "batch q_len kv_heads head_dim"],
         lengths: Int[Array, "batch"],
         num_new: Int[Array, "batch"],
-        kernel_stride: int,
+        sparse: SparseConfig,
     ) -> "LayerCache":
         """Writes the first ``num_new`` rows of each sequence behind its ``lengths``; finishes the windows they end."""
         batch, q_len = k.shape[:2]
@@ -43,10 +43,11 @@ class LayerCache:
         lane = jnp.arange(batch)[:, None]
         new_k = self.k.at[lane, :, rows].set(k, mode="drop")
         new_v = self.v.at[lane, :, rows].set(v, mode="drop")
-        first = num_windows(lengths)
-        windows = first[:, None] + jnp.arange(q_len // kernel_stride + 1)
-        finished = compress_windows(new_k, windows)
-        slots = jnp.where(windows < num_windows(lengths + num_new)[:, None], windows, self.compressed_k.shape[2])
+        kernel = (sparse.kernel_size, sparse.kernel_stride)
+        windows = num_windows(lengths, *kernel)[:, None] + jnp.arange(q_len // sparse.kernel_stride + 1)
+        finished = compress_windows(new_k, windows, *kernel)
+        complete = windows < num_windows(lengths + num_new, *kernel)[:, None]
+        slots = jnp.where(complete, windows, self.compressed_k.shape[2])
         compressed = self.compressed_k.at[lane, :, slots].set(jnp.swapaxes(finished, 1, 2), mode="drop")
         return dataclasses.replace(self, k=new_k, v=new_v, compressed_k=compressed)
 

@@ -2,7 +2,7 @@
 
 1. ``python -m sparda_jax.pretrain.prepare`` downloads the corpus and trains the tokenizer (needs a Debian system);
 2. ``python -m sparda_jax.pretrain train DENSE`` trains it from random weights (an H200: 10 minutes);
-3. ``python -m sparda_jax.pretrain adapt DENSE OUT`` makes it good at sparse attention (7 minutes);
+3. ``python -m sparda_jax.pretrain adapt DENSE OUT`` makes it good at sparse attention (4 minutes);
 4. ``python -m sparda_jax.pretrain evaluate OUT`` measures recall on held-out prompts.
 """
 
@@ -36,8 +36,6 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 console = Console(soft_wrap=True)
 
 DataOption = Annotated[Path, typer.Option(help="Folder that sparda_jax.pretrain.prepare wrote.")]
-
-
 WorkersOption = Annotated[int, typer.Option(help="Processes that make batches.")]
 ScaleOption = Annotated[float, typer.Option(help="Multiplies the length of every phase.")]
 BatchOption = Annotated[int, typer.Option(help="Tokens of a step.")]

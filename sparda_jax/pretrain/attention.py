@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Projections
@@ -46,14 +46,29 @@ def selected_tokens(config: ModelConfig, projections: Projections) -> Bool[Array
     batch, length = projections.q.shape[:2]
     q, k = jax.lax.stop_gradient((projections.q, projections.k))
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    windows = jnp.broadcast_to(jnp.arange(length // sparse.kernel_stride), (batch, length // sparse.kernel_stride))
-    compressed = compress_windows(jnp.swapaxes(k, 1, 2), windows)
-    scores = infllm_scores(group_heads(q, config), compressed, visible_windows(positions, config))
     ids = select_blocks(
-        pool_to_blocks(scores, sparse.windows_per_block),
+        score_blocks(config, group_heads(q, config), k, positions),
         positions // sparse.block_size,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,
         num_selected=sparse.num_selected_blocks,
     )
     return jnp.repeat(block_mask(ids, length // sparse.block_size), sparse.block_size, axis=-1)
+
+
+def score_blocks(
+    config: ModelConfig,
+    q: Float[Array, "batch queries kv_heads group head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    positions: Int[Array, "batch queries"],
+) -> Float[Array, "batch kv_heads queries blocks"]:
+    """InfLLM-V2's score of every block for the queries at ``positions`` of a whole sequence, as serving computes it.
+
+    ``kv_len`` must be a multiple of ``block_size``. Differentiable in q and k.
+    """
+    sparse = config.sparse
+    batch, length = k.shape[:2]
+    # The last window reaches past the end: it repeats the last key, and no query sees it.
+    windows = jnp.broadcast_to(jnp.arange(length // sparse.kernel_stride), (batch, length // sparse.kernel_stride))
+    compressed = compress_windows(jnp.swapaxes(k, 1, 2), windows, sparse.kernel_size, sparse.kernel_stride)
+    return pool_to_blocks(infllm_scores(q, compressed, visible_windows(positions, config)), sparse.windows_per_block)

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-MODEL_NAME = "sparda-mini"
-
 
 def hf_config(vocab_size: int, bos_token_id: int, eos_token_ids: list[int]) -> dict[str, Any]:
     """``config.json`` of the bundled model: a MiniCPM4.1-style decoder of 11 M parameters."""
@@ -115,7 +113,7 @@ PRETRAINING = Recipe(
 )
 
 # Second stage: from the weights of the first, sparse in every layer, with the routing loss. A larger routing weight or
-# learning rate makes the loss chase a teacher that moves with it: at 0.3 and 1e-3 recall rose to 92 % and fell again.
+# learning rate makes the loss chase a teacher that moves with it (docs/performance.md, "A large weight for long").
 ADAPTATION = Recipe(
     phases=(
         Phase(seq_len=4096, tokens=72, sparse_every=(1, 1)),

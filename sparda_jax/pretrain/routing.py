@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Projections
-from sparda_jax.pallas_kernels.block_selection import infllm_scores, pool_to_blocks
-from sparda_jax.pallas_kernels.compressed_keys import compress_windows
-from sparda_jax.selection import group_heads, visible_windows
+from sparda_jax.pretrain.attention import score_blocks
+from sparda_jax.selection import group_heads
 
 # Query positions per sequence that the loss looks at.
 SAMPLED_QUERIES = 64
@@ -43,7 +42,7 @@ def routing_loss(
 ) -> Float[Array, ""]:
     """The loss of one layer, averaged over valid positions and KV heads."""
     sparse = config.sparse
-    batch, length = projections.q.shape[:2]
+    length = projections.q.shape[1]
     q = jnp.take_along_axis(group_heads(projections.q, config), positions[:, :, None, None, None], axis=1)
     k = jnp.swapaxes(projections.k, 1, 2)
     logits = jnp.einsum("bqhgd,bhwd->bhgqw", q, k, preferred_element_type=jnp.float32) / config.head_dim**0.5
@@ -51,10 +50,7 @@ def routing_loss(
     attention = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(past, logits, -jnp.inf), axis=-1)).mean(axis=2)
     teacher = attention.reshape(*attention.shape[:-1], -1, sparse.block_size).sum(axis=-1)
 
-    windows = jnp.broadcast_to(jnp.arange(length // sparse.kernel_stride), (batch, length // sparse.kernel_stride))
-    scores = infllm_scores(q, compress_windows(k, windows), visible_windows(positions, config))
-    student = pool_to_blocks(scores, sparse.windows_per_block)
-
+    student = score_blocks(config, q, projections.k, positions)
     blocks = jnp.arange(length // sparse.block_size)
     query_block = (positions // sparse.block_size)[:, None, :, None]
     free = (blocks >= sparse.init_blocks) & (blocks < query_block - sparse.local_blocks)

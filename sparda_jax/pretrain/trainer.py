@@ -126,15 +126,16 @@ def make_train_step(
         (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = cast(nnx.State, optax.apply_updates(state.params, updates))
-        metrics |= {"grad_norm": optax.global_norm(grads)}
+        metrics |= {"grad_norm": optax.tree.norm(grads)}
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return step
 
 
 def init_state(model: Decoder, optimizer: optax.GradientTransformation) -> tuple[nnx.GraphDef, TrainState]:
-    """A fresh optimiser over the model's float32 weights."""
+    """A fresh optimiser over a copy of the model's float32 weights (a step donates its state)."""
     graphdef, params = nnx.split(model)
+    params = jax.tree.map(jnp.copy, params)
     return graphdef, TrainState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0))
 
 
@@ -162,7 +163,7 @@ def train(
     """Runs all phases.
 
     Args:
-        model: float32 weights to start from.
+        model: float32 weights to start from; they stay as they are.
         batches_of: (phase, first step, number of steps) -> that many batches of ``tokens [batch, seq_len + 1]`` and
             ``loss_weights [batch, seq_len]``.
         dtype: of activations and gradients; parameters and the optimiser stay float32.
