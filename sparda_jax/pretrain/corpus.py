@@ -8,6 +8,7 @@ hashes.
 import argparse
 import hashlib
 import json
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -60,7 +61,11 @@ def download(package: str, cache: Path) -> tuple[Path, str]:
                 f"package {package}: apt-get download failed ({result.stderr.strip()}); run `apt-get update` first"
             )
     if not root.exists():
-        subprocess.run(["dpkg", "-x", str(found[-1]), str(root)], check=True)
+        unpacking = root.with_name(f"{package}.part")  # renamed when whole, so that a killed run leaves no half package
+        shutil.rmtree(unpacking, ignore_errors=True)
+        unpacking.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["dpkg", "-x", str(found[-1]), str(unpacking)], check=True)
+        unpacking.rename(root)
     version = subprocess.run(["dpkg-deb", "-f", str(found[-1]), "Version"], capture_output=True, text=True, check=True)
     return root, version.stdout.strip()
 
