@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8, UInt16
 from tokenizers import Tokenizer
 
+from sparda_jax.pretrain.facts import Spelling
 from sparda_jax.pretrain.haystack import TokenCorpus
 from sparda_jax.pretrain.tasks import PAD_KIND, SHORTEST_DOCUMENT, TEXT_KIND, RecallTasks
 from sparda_jax.pretrain.tokenizer_training import BOS_ID
@@ -63,6 +64,7 @@ class StreamConfig:
         text_fraction: share of rows that are plain text.
         long_fraction: share of the recall rows that one long document fills; the others hold several short ones.
         weights: loss weights.
+        spelling: how hard keys and values are to copy.
     """
 
     seq_len: int
@@ -72,6 +74,7 @@ class StreamConfig:
     text_fraction: float = 0.5
     long_fraction: float = 0.5
     weights: LossWeights = field(default_factory=LossWeights)
+    spelling: Spelling = field(default_factory=Spelling)
 
     def __post_init__(self) -> None:
         if self.seq_len < 2 * SHORTEST_DOCUMENT:
@@ -103,7 +106,8 @@ class TrainingStream:
 
     def __init__(self, tokenizer: Tokenizer, tokens: UInt16[np.ndarray, " tokens"]) -> None:
         self.corpus = TokenCorpus(tokens, tokenizer)
-        self.tasks = RecallTasks(tokenizer, self.corpus)
+        self._tokenizer = tokenizer
+        self._tasks: dict[Spelling, RecallTasks] = {}
         self._document_starts = np.flatnonzero(tokens == BOS_ID)
 
     @classmethod
@@ -111,6 +115,12 @@ class TrainingStream:
         """Reads the files that `prepare` wrote to `folder`."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
         return cls(tokenizer, TokenCorpus.map_tokens(folder / "train.npy"))
+
+    def tasks(self, spelling: Spelling) -> RecallTasks:
+        """The recall documents of a spelling, made once."""
+        if spelling not in self._tasks:
+            self._tasks[spelling] = RecallTasks(self._tokenizer, self.corpus, spelling=spelling)
+        return self._tasks[spelling]
 
     def batch(self, config: StreamConfig, step: int) -> Batch:
         """Batch number `step`."""
@@ -127,7 +137,8 @@ class TrainingStream:
                 start = int(rng.integers(self.corpus.tokens.size))
                 self._put_text(tokens[row], kinds[row], start)
             else:
-                self._put_recall(rng, tokens[row], kinds[row], one_long=rng.random() < config.long_fraction)
+                one_long = rng.random() < config.long_fraction
+                self._put_recall(rng, self.tasks(config.spelling), tokens[row], kinds[row], one_long=one_long)
         return tokens, kinds
 
     def _put_text(self, tokens: UInt16[np.ndarray, " n"], kinds: UInt8[np.ndarray, " n"], start: int) -> None:
@@ -142,6 +153,7 @@ class TrainingStream:
     def _put_recall(
         self,
         rng: np.random.Generator,
+        tasks: RecallTasks,
         tokens: UInt16[np.ndarray, " n"],
         kinds: UInt8[np.ndarray, " n"],
         *,
@@ -156,7 +168,7 @@ class TrainingStream:
             if filled > 0 or not one_long:
                 length = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(tokens.size / 2))))
                 length = min(room, max(SHORTEST_DOCUMENT, length))
-            document = self.tasks.document(rng, length, taken)
+            document = tasks.document(rng, length, taken)
             stop = filled + document.ids.size
             tokens[filled:stop], kinds[filled:stop] = document.ids, document.kinds
             filled = stop

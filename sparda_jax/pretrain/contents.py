@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparda_jax.pretrain.facts import Exchange, Fact, FactSampler, answer_pieces, ask_all, ask_one
+from sparda_jax.pretrain.facts import Exchange, Fact, FactSampler, Spelling, answer_pieces, ask_all, ask_one
 from sparda_jax.pretrain.haystack import FILLERS
 from sparda_jax.pretrain.task_words import WordLists
 from sparda_jax.pretrain.wordings import READ_ALL, RULER, WORDINGS, Wording
@@ -142,10 +142,11 @@ class ContentSampler:
 
     Args:
         words: word lists of the split.
+        spelling: how hard keys and values are to copy.
     """
 
-    def __init__(self, words: WordLists) -> None:
-        self._facts = FactSampler(words)
+    def __init__(self, words: WordLists, spelling: Spelling) -> None:
+        self._facts = FactSampler(words, spelling)
 
     def draw(self, rng: np.random.Generator, spec: TaskSpec, taken: set[str]) -> Content:
         """The content that a spec describes; keys and values not in `taken`, which is extended."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparda_jax.pretrain.task_words import WordLists
+from sparda_jax.pretrain.task_words import WordLists, is_eval_word
 from sparda_jax.pretrain.wordings import Wording, listed
 
 _MARK = "\0"
@@ -81,23 +81,58 @@ def ask_all(facts: list[Fact]) -> Exchange:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """How often a key or value is one that can only be copied token by token.
+
+    A small model completes a word it knows, or loses its place among equal digits; these leave nothing to guess from.
+
+    Attributes:
+        invented_words: share of the words that are the head of one word and the tail of another.
+        few_digits: share of the numbers that use no more than four different digits.
+    """
+
+    invented_words: float = 0.0
+    few_digits: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("invented_words", "few_digits"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: {getattr(self, name)} given, must lie between 0 and 1")
+
+
 class FactSampler:
     """Draws keys, values and facts; nothing is drawn twice within one `taken` set.
 
     Args:
         words: word lists of the split.
+        spelling: how hard words and numbers are to copy.
     """
 
-    def __init__(self, words: WordLists) -> None:
+    def __init__(self, words: WordLists, spelling: Spelling) -> None:
         self.words = words
+        self.spelling = spelling
 
     def _pick(self, rng: np.random.Generator, items: tuple[str, ...]) -> str:
-        return items[rng.integers(len(items))]
+        word = items[rng.integers(len(items))]
+        if self.spelling.invented_words and rng.random() < self.spelling.invented_words:
+            return self._invented(rng, word, items[rng.integers(len(items))])
+        return word
+
+    def _invented(self, rng: np.random.Generator, first: str, second: str) -> str:
+        """The head of one word and the tail of another; the first word itself where that makes an evaluation word."""
+        head = first[: rng.integers(2, max(3, len(first)))]
+        word = head + second[rng.integers(1, max(2, len(second) - 1)) :].lower()
+        return first if is_eval_word(word) else word
 
     def number(self, rng: np.random.Generator, digits: int | None = None) -> str:
         """A number of 4 to 8 digits, mostly 7."""
         if digits is None:
             digits = 7 if rng.random() < 0.6 else int(rng.integers(4, 9))
+        if self.spelling.few_digits and rng.random() < self.spelling.few_digits:
+            alphabet = rng.permutation(10)[: rng.integers(2, 5)]
+            drawn = alphabet[rng.integers(alphabet.size, size=digits)]
+            return "".join(map(str, [drawn[0] or rng.integers(1, 10), *drawn[1:]]))  # no leading zero
         return str(rng.integers(10 ** (digits - 1), 10**digits))
 
     def uuid(self, rng: np.random.Generator) -> str:

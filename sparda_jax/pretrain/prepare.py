@@ -39,7 +39,7 @@ def tokenize_documents(tokenizer: Tokenizer, texts: list[str]) -> UInt16[np.ndar
     return np.concatenate(pieces)
 
 
-def prepare(out: Path, corpus: Path, *, max_train_tokens: int, seed: int) -> None:
+def prepare(out: Path, corpus: Path, *, max_train_tokens: int, seed: int, tokenizer_file: Path | None = None) -> None:
     """Trains the tokenizer on `corpus/documents.jsonl` and writes the token files to `out`.
 
     Args:
@@ -47,11 +47,13 @@ def prepare(out: Path, corpus: Path, *, max_train_tokens: int, seed: int) -> Non
         corpus: folder with documents.jsonl and manifest.json.
         max_train_tokens: the training file stops at the document that passes this size (two bytes a token).
         seed: order of the documents.
+        tokenizer_file: the tokenizer.json of a model to be trained further, instead of a new one: packages move on, and
+            a tokenizer trained on other versions of them numbers its tokens differently.
     """
     texts: dict[str, list[str]] = {"train": [], "eval": []}
     for document in read_documents(corpus / "documents.jsonl"):
         texts[document.split].append(document.text)
-    tokenizer = train_tokenizer(texts["train"])
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file else train_tokenizer(texts["train"])
     save_hf_files(tokenizer, out / "tokenizer")
     manifest = json.loads((corpus / "manifest.json").read_text())
     for split, parts in texts.items():
@@ -78,10 +80,17 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".data/packages"), help="folder for downloaded packages")
     parser.add_argument("--max-train-tokens", type=int, default=40_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to keep, to train an existing model further")
     arguments = parser.parse_args()
     if not (arguments.corpus / "documents.jsonl").exists():
         collect(arguments.corpus, arguments.cache)
-    prepare(arguments.out, arguments.corpus, max_train_tokens=arguments.max_train_tokens, seed=arguments.seed)
+    prepare(
+        arguments.out,
+        arguments.corpus,
+        max_train_tokens=arguments.max_train_tokens,
+        seed=arguments.seed,
+        tokenizer_file=arguments.tokenizer,
+    )
 
 
 if __name__ == "__main__":

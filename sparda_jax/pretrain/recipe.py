@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+from sparda_jax.pretrain.batches import LossWeights
+from sparda_jax.pretrain.facts import Spelling
+
 
 def hf_config(vocab_size: int, bos_token_id: int, eos_token_ids: list[int]) -> dict[str, Any]:
     """``config.json`` of the bundled model: a MiniCPM4.1-style decoder of 11 M parameters."""
@@ -70,6 +73,8 @@ class Recipe:
         routing_weight: scale of the loss of routing.py.
         text_fraction: share of the rows that are plain text; the others hold recall documents.
         long_fraction: share of the recall rows that one document fills.
+        answer_weight: loss weight of an answer's words around its values, the echoed key among them.
+        spelling: how hard keys and values are to copy.
     """
 
     phases: tuple[Phase, ...]
@@ -83,6 +88,8 @@ class Recipe:
     routing_weight: float = 0.0
     text_fraction: float = 0.5
     long_fraction: float = 0.6
+    answer_weight: float = LossWeights.answer
+    spelling: Spelling = dataclasses.field(default_factory=Spelling)
     seed: int = 0
 
     def steps(self, phase: Phase) -> int:
@@ -125,4 +132,23 @@ ADAPTATION = Recipe(
     routing_weight=0.1,
     text_fraction=0.4,
     long_fraction=0.8,
+)
+
+# Third stage: from the weights of the second, whose wrong answers were misspelt ones: a held-out word that begins like
+# a known one, a digit lost among equal digits. Invented words and numbers of few digits leave nothing to guess from.
+REFINEMENT = Recipe(
+    phases=(
+        Phase(seq_len=4096, tokens=160, sparse_every=(3, 4)),
+        Phase(seq_len=16384, tokens=24, sparse_every=(1, 2)),
+        Phase(seq_len=8192, tokens=70, sparse_every=(3, 4)),
+        Phase(seq_len=4096, tokens=60, sparse_every=(3, 4)),
+    ),
+    peak_learning_rate=6e-4,
+    final_learning_rate=2e-5,
+    warmup_steps=50,
+    routing_weight=0.1,
+    text_fraction=0.35,
+    long_fraction=0.7,
+    answer_weight=4.0,
+    spelling=Spelling(invented_words=0.35, few_digits=0.35),
 )

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt8
 from tokenizers import Tokenizer
 
 from sparda_jax.pretrain.contents import ALL_NEEDLES, Content, ContentSampler, TaskSpec, sample_spec
-from sparda_jax.pretrain.facts import Exchange
+from sparda_jax.pretrain.facts import Exchange, Spelling
 from sparda_jax.pretrain.haystack import FILLERS, FillerSampler, Haystack, TokenCorpus
 from sparda_jax.pretrain.task_words import word_lists
 from sparda_jax.pretrain.tokenizer_training import BOS_ID, EOS_ID, IM_END_ID
@@ -160,12 +160,15 @@ class RecallTasks:
         tokenizer: the tokenizer.
         corpus: tokenized prose for filler; the held-out one for evaluation.
         split: `train` or `eval`: which words keys, values and shuffled filler are made of.
+        spelling: how hard keys and values are to copy.
     """
 
-    def __init__(self, tokenizer: Tokenizer, corpus: TokenCorpus, *, split: str = "train") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, corpus: TokenCorpus, *, split: str = "train", spelling: Spelling | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         words = word_lists(split)
-        self._contents = ContentSampler(words)
+        self._contents = ContentSampler(words, spelling or Spelling())
         self._filler = FillerSampler(tokenizer, corpus, words, ruler_noise_only=split == "eval")
         self._newline = [corpus.newline]
         self._cache: dict[str, list[int]] = {"": []}
