@@ -62,3 +62,27 @@ def list_attention(
     stored = (block_ids[..., None] >= 0) & (tokens < lengths[:, None, None, None])
     stored = stored.reshape(batch, kv_heads, listed * block_size)
     return masked_attention(q, gather(k), gather(v), stored[:, :, None], stored)
+
+
+def slot_attention(
+    q: Float[Array, "batch kv_heads group head_dim"],
+    slots: Float[Array, "slots rows head_dim"],
+    slot_ids: Int[Array, "batch kv_heads width"],
+    lengths: Int[Array, "batch"],
+) -> Float[Array, "batch kv_heads group head_dim"]:
+    """Attention of one token per sequence over the records in the listed slots; see `sparse_attention_decode`."""
+    batch, kv_heads, width = slot_ids.shape
+    block, head_dim = slots.shape[1] // 2, slots.shape[2]
+    # A list ends at its first -1, and the block before that is the newest one, the only one that may be partly filled.
+    listed = jnp.cumprod(slot_ids >= 0, axis=-1)
+    last = jnp.sum(listed, axis=-1, keepdims=True) - 1
+    tail_rows = (lengths - 1) % block + 1
+    rows = jnp.where(jnp.arange(width) == last, tail_rows[:, None, None], block) * listed
+    stored = (jnp.arange(block) < rows[..., None]).reshape(batch, kv_heads, width * block)
+    records = slots[jnp.maximum(slot_ids, 0)]
+
+    def tokens(x: Array) -> Array:
+        return x.reshape(batch, kv_heads, width * block, head_dim)
+
+    k, v = tokens(records[..., :block, :]), tokens(records[..., block:, :])
+    return masked_attention(q[:, None], k, v, stored[:, :, None], stored)[:, 0]

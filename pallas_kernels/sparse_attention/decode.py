@@ -1,0 +1,56 @@
+"""Attention of one new token per sequence over records in slots, and the choice of what runs it."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.sparse_attention.reference import slot_attention
+
+
+def sparse_attention_decode(
+    q: Float[Array, "batch kv_heads group head_dim"],
+    slots: Float[Array, "slots rows head_dim"],
+    slot_ids: Int[Array, "batch kv_heads width"],
+    lengths: Int[Array, "batch"],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "batch kv_heads group head_dim"]:
+    """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed records (docs/semantics.md section 6).
+
+    Float32 scores and sums, probabilities rounded to the dtype of v. A sequence's result has the same bits whatever
+    else is in the batch and whichever slots its records lie in: sums are taken over fixed positions of the list.
+
+    Args:
+        q: the new token's queries after RoPE.
+        slots: one layer's slots, in q's dtype. A record is the K rows of a block and one KV head, then its V rows.
+        slot_ids: which slots each KV head attends to, int32, ascending in block order, the newest block last, then -1.
+            What follows the first -1 is unspecified, and ids must be below the number of slots.
+        lengths: tokens stored per sequence, int32, the new one included: the last listed record has
+            ``(length - 1) % block + 1`` valid rows of each kind. The others and all slots that are not listed may hold
+            anything, NaN included.
+        backend: a name of `Backend`, or None for the fastest that runs here.
+
+    Returns:
+        The heads' outputs in q's dtype; zeros where a list is empty (an idle lane).
+
+    Raises:
+        ValueError: the shapes or dtypes don't fit each other, or the backend is unknown or doesn't take them.
+    """
+    if slots.shape[2] != q.shape[3] or slots.shape[1] % 2:
+        raise ValueError(
+            f"slots{list(slots.shape)} are no records of K and V rows for queries with head_dim {q.shape[3]}."
+        )
+    if slots.dtype != q.dtype:
+        raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
+    if slot_ids.shape[:2] != q.shape[:2]:
+        raise ValueError(f"slot_ids{list(slot_ids.shape)} must have q's batch and KV heads, {list(q.shape[:2])}.")
+    chosen = choose_backend(backend, "sparse_attention", available=(Backend.REFERENCE,))
+    return _jitted(q, slots, slot_ids, lengths, backend=chosen)
+
+
+# One jit object for all layers, so that they share one lowering of the kernels.
+@functools.partial(jax.jit, static_argnames="backend")
+def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, backend: Backend) -> Array:
+    return slot_attention(q, slots, slot_ids, lengths)

@@ -1,0 +1,220 @@
+"""Attention of one token over records in slots: every backend against float64, and bit for bit against itself.
+
+On a CPU the kernels are interpreted. With --gpu the same cases run compiled, on larger lists.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
+from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
+from tests.oracle.golden import load_golden
+
+BLOCK = 64
+BF16 = ml_dtypes.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    kv_heads: int
+    group: int
+    head_dim: int
+    width: int
+
+
+# The second width is no multiple of the kernels' groups of list positions, the last is that of MiniCPM4.1.
+GEOMETRIES = [
+    Geometry(kv_heads=2, group=16, head_dim=128, width=8),
+    Geometry(kv_heads=1, group=1, head_dim=64, width=13),
+    Geometry(kv_heads=2, group=5, head_dim=128, width=8),
+]
+MINICPM = Geometry(kv_heads=2, group=16, head_dim=128, width=96)
+# Both sides of every boundary: one token, a 16-row tile, a block, two blocks.
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    q: np.ndarray
+    slots: np.ndarray
+    slot_ids: np.ndarray
+    lengths: np.ndarray
+
+
+def make_case(
+    rng: np.random.Generator, geometry: Geometry, counts: list[int], lengths: list[int], dtype: type = BF16
+) -> Case:
+    """Random records in random slots. What must not be read is NaN: other slots, rows of the tail beyond the length."""
+    g = geometry
+    lanes = len(counts)
+    num_slots = lanes * g.kv_heads * g.width + 3
+    slots = np.full((num_slots, 2 * BLOCK, g.head_dim), np.nan, dtype)
+    slot_ids = np.full((lanes, g.kv_heads, g.width), -1, np.int32)
+    free = rng.permutation(num_slots)
+    for b, h in np.ndindex(lanes, g.kv_heads):
+        mine, free = free[: counts[b]], free[counts[b] :]
+        slot_ids[b, h, : counts[b]] = mine
+        slots[mine] = rng.standard_normal((counts[b], 2 * BLOCK, g.head_dim))
+        if counts[b]:
+            rows = (lengths[b] - 1) % BLOCK + 1
+            slots[mine[-1], rows:BLOCK] = np.nan
+            slots[mine[-1], BLOCK + rows :] = np.nan
+    q = rng.standard_normal((lanes, g.kv_heads, g.group, g.head_dim)).astype(dtype)
+    return Case(q=q, slots=slots, slot_ids=slot_ids, lengths=np.array(lengths, np.int32))
+
+
+def attention_float64(case: Case) -> np.ndarray:
+    out = np.zeros(case.q.shape)
+    for b, h in np.ndindex(case.slot_ids.shape[:2]):
+        listed = case.slot_ids[b, h][case.slot_ids[b, h] >= 0]
+        if not len(listed):
+            continue
+        tokens = (len(listed) - 1) * BLOCK + (case.lengths[b] - 1) % BLOCK + 1
+        records = case.slots[listed].astype(np.float64)
+        k, v = (x.reshape(-1, x.shape[-1])[:tokens] for x in (records[:, :BLOCK], records[:, BLOCK:]))
+        logits = case.q[b, h].astype(np.float64) @ k.T / np.sqrt(k.shape[-1])
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        out[b, h] = weights @ v / weights.sum(-1, keepdims=True)
+    return out
+
+
+def run(case: Case, backend: Backend) -> np.ndarray:
+    with mosaic_interpreter():
+        out = sparse_attention_decode(
+            *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
+        )
+        out = jax.block_until_ready(out)
+    assert out.dtype == case.q.dtype
+    return np.asarray(out)
+
+
+def assert_close(found: np.ndarray, case: Case) -> None:
+    """Within 2e-2, and on average as near as bf16 probabilities and outputs permit."""
+    expected = attention_float64(case)
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=2e-2)
+    # A result of size 1 is rounded by up to 2^-9; the probabilities' roundings average out over the keys.
+    error = np.abs(found.astype(np.float64) - expected)
+    assert np.mean(error) <= 4e-3 * max(np.mean(np.abs(expected)), 1e-6)
+
+
+class DecodeAttention:
+    """What every backend has to fulfil; subclasses say where they run and how large the lists are."""
+
+    geometries = GEOMETRIES
+
+    @pytest.fixture(params=[Backend.REFERENCE])
+    def backend(self, request: pytest.FixtureRequest) -> Backend:
+        return request.param
+
+    @pytest.mark.parametrize("index", range(len(GEOMETRIES)))
+    def test_ragged_lists_against_float64(self, backend: Backend, index: int):
+        """A full list, one record, an empty list, and one that ends within; NaN in everything that is unused."""
+        g = self.geometries[index]
+        case = make_case(np.random.default_rng(index), g, [g.width, 1, 0, g.width - 3], [640, 7, 0, 8000])
+        found = run(case, backend)
+        assert_close(found, case)
+        np.testing.assert_array_equal(found[2], 0)
+
+    def test_lengths_around_every_boundary(self, backend: Backend):
+        g = self.geometries[0]
+        counts = [-(-length // BLOCK) for length in LENGTHS]
+        case = make_case(np.random.default_rng(1), g, counts, LENGTHS)
+        assert_close(run(case, backend), case)
+
+    def test_slot_numbers_do_not_change_the_bits(self, backend: Backend):
+        rng = np.random.default_rng(2)
+        case = make_case(rng, self.geometries[0], [8, 3], [512, 130])
+        order = rng.permutation(len(case.slots))
+        moved = Case(
+            q=case.q,
+            slots=case.slots[np.argsort(order)],
+            slot_ids=np.where(case.slot_ids < 0, -1, order[case.slot_ids]).astype(np.int32),
+            lengths=case.lengths,
+        )
+        np.testing.assert_array_equal(run(case, backend), run(moved, backend))
+
+    def test_alone_and_in_a_batch_the_bits_are_equal(self, backend: Backend):
+        g = self.geometries[0]
+        counts = [g.width, g.width - 1, 0, 2, g.width]
+        case = make_case(np.random.default_rng(3), g, counts, [512, 400, 0, 100, 449])
+        together = run(case, backend)
+        for b in (0, 1, 3):
+            one = slice(b, b + 1)
+            alone = Case(q=case.q[one], slots=case.slots, slot_ids=case.slot_ids[one], lengths=case.lengths[one])
+            np.testing.assert_array_equal(run(alone, backend)[0], together[b])
+
+    def test_large_logits_do_not_overflow(self, backend: Backend):
+        """Logits around +-3000: the softmax is nearly one-hot, and exp of any of them alone would overflow."""
+        case = make_case(np.random.default_rng(4), self.geometries[0], [5, 8], [300, 512])
+        case.q[...] = (case.q.astype(np.float32) * 300).astype(BF16)
+        found, expected = run(case, backend).astype(np.float64), attention_float64(case)
+        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2e-2)
+
+    def test_equal_keys_give_the_mean_of_the_values(self, backend: Backend):
+        case = make_case(np.random.default_rng(5), self.geometries[0], [3, 8], [150, 512])
+        for b, h in np.ndindex(case.slot_ids.shape[:2]):
+            listed = case.slot_ids[b, h][case.slot_ids[b, h] >= 0]
+            case.slots[listed, :BLOCK] = case.slots[listed[0], :1]
+        found, expected = run(case, backend).astype(np.float64), attention_float64(case)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+
+    def test_golden(self, backend: Backend):
+        """Dense over the first 2043 of 2048 keys, against the reference's own kernel."""
+        step = load_golden("decode")
+        records = np.full((64 * 2 + 5, 2 * BLOCK, 128), np.nan, BF16)
+        slot_ids = np.random.default_rng(6).permutation(len(records))[: 2 * 2 * 32].reshape(2, 2, 32).astype(np.int32)
+        for b, h in np.ndindex(2, 2):
+            for half, name in enumerate(("k", "v")):
+                tokens = np.full((2048, 128), np.nan, np.float32)
+                tokens[:2043] = step[name][b, :2043, h]
+                rows = slice(half * BLOCK, (half + 1) * BLOCK)
+                records[slot_ids[b, h], rows] = tokens.reshape(32, BLOCK, 128)
+        q = step["q"].reshape(2, 2, 16, 128).astype(BF16)
+        case = Case(q=q, slots=records, slot_ids=slot_ids, lengths=np.full(2, 2043, np.int32))
+        found = run(case, backend).astype(np.float32).reshape(2, 1, 32, 128)
+        np.testing.assert_allclose(found, step["fa_kvcache"], rtol=2**-7, atol=0.002)
+
+
+class TestInterpreted(DecodeAttention):
+    """On the CPU: the reference as it is, the kernels interpreted."""
+
+
+@functools.cache
+def float32_case() -> Case:
+    return make_case(np.random.default_rng(7), GEOMETRIES[0], [8, 0, 3], [500, 0, 129], np.float32)
+
+
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, None])
+def test_float32(backend: Backend | None):
+    case = float32_case()
+    found = sparse_attention_decode(
+        *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
+    )
+    np.testing.assert_allclose(np.asarray(found), attention_float64(case), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": np.zeros((4, 128, 64), BF16)}, "head_dim 128"),
+        ({"slots": np.zeros((4, 127, 128), BF16)}, "no records"),
+        ({"slots": np.zeros((4, 128, 128), np.float32)}, "same dtype"),
+        ({"slot_ids": np.zeros((1, 1, 8), np.int32)}, r"KV heads, \[1, 2\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, np.ndarray], message: str):
+    arguments = {
+        "q": np.zeros((1, 2, 16, 128), BF16),
+        "slots": np.zeros((4, 128, 128), BF16),
+        "slot_ids": np.zeros((1, 2, 8), np.int32),
+        "lengths": np.ones(1, np.int32),
+    } | change
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(sparse_attention_decode)(**{name: jnp.asarray(x) for name, x in arguments.items()})
