@@ -1,0 +1,86 @@
+"""The two directions of the record copy, and the choice between the backends."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Int, Shaped
+
+from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.record_copy.memory_space import device_as_host, host_as_device
+from sparda_jax.pallas_kernels.record_copy.plan import plan_width, unpack_plan
+from sparda_jax.pallas_kernels.record_copy.reference import copy_in_turn
+
+_RECORD, _SLOT = 0, 1
+_KERNELS = {}
+
+
+def fetch_records(
+    plan: Int[Array, "plan"],
+    pool: Shaped[Array, "records rows head_dim"],
+    slots: Shaped[Array, "slots rows head_dim"],
+    *,
+    segments: int,
+    backend: str | None = None,
+) -> Shaped[Array, "slots rows head_dim"]:
+    """``slots[slot] = pool[record]`` for the (record, slot) pairs of a plan: what a decode step is missing.
+
+    The loops are bounded by the counts in the plan, on the device; pairs beyond a count are never followed. No slot may
+    occur twice among the counted pairs. ``slots`` is updated in place when it is donated or temporary.
+
+    Args:
+        plan: int32, see `pack_plan`; what `plan_residency` returns.
+        pool: the records of one layer, in ``pinned_host`` memory (device memory works too). One record is the K rows of
+            a block and one KV head, then its V rows.
+        slots: the slots of one layer in device memory, of the pool's dtype.
+        segments: how many segments the plan has: lanes * KV heads.
+        backend: a name of `Backend`; None takes the best one for the device.
+
+    Raises:
+        ValueError: the plan's size, the record shapes or the dtypes don't fit each other, or the backend is unknown.
+    """
+    return _copy(plan, pool, slots, segments=segments, direction=(_RECORD, _SLOT), backend=backend)
+
+
+def write_back_records(
+    plan: Int[Array, "plan"],
+    slots: Shaped[Array, "slots rows head_dim"],
+    pool: Shaped[Array, "records rows head_dim"],
+    *,
+    segments: int,
+    backend: str | None = None,
+) -> Shaped[Array, "records rows head_dim"]:
+    """``pool[record] = slots[slot]`` for the (record, slot) pairs of a plan: finished blocks on their way to the host.
+
+    The result lies in the pool's memory, and in place if ``pool`` is donated. It has to be a program of its own: one
+    that also reads the pool would copy it whole. No record may occur twice among the counted pairs. Arguments and
+    errors are those of `fetch_records`.
+    """
+    return _copy(plan, slots, pool, segments=segments, direction=(_SLOT, _RECORD), backend=backend)
+
+
+def _copy(
+    plan: Array, source: Array, destination: Array, *, segments: int, direction: tuple[int, int], backend: str | None
+) -> Array:
+    plan_width(plan.shape[0], segments)
+    if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
+        raise ValueError(
+            f"pool and slots must hold equal records: from {source.dtype}{list(source.shape[1:])} "
+            f"to {destination.dtype}{list(destination.shape[1:])}."
+        )
+    chosen = choose_backend(backend, "record_copy", available=(Backend.REFERENCE, *_KERNELS))
+    return _jitted(plan, source, destination, segments=segments, direction=direction, backend=chosen)
+
+
+# One jit object for all layers, so that they share one lowering of the kernel.
+@functools.partial(jax.jit, static_argnames=("segments", "direction", "backend"))
+def _jitted(
+    plan: Array, source: Array, destination: Array, *, segments: int, direction: tuple[int, int], backend: Backend
+) -> Array:
+    if backend == Backend.REFERENCE:
+        counts, pairs = unpack_plan(plan, segments)
+        return copy_in_turn(counts, pairs[..., direction[0]], pairs[..., direction[1]], source, destination)
+    copied = _KERNELS[backend](
+        plan, host_as_device(source), host_as_device(destination), segments=segments, direction=direction
+    )
+    on_host = jax.typeof(destination).memory_space == jax.memory.Space.Host
+    return device_as_host(copied) if on_host else copied

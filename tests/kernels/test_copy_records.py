@@ -1,0 +1,155 @@
+"""The record copy on every backend: exactly the counted pairs, bit for bit, into the memory of the destination."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparda_jax.pallas_kernels.record_copy import fetch_records, pack_plan, unpack_plan, write_back_records
+
+GARBAGE = np.array([2**31 - 1, -(2**31), -1, 10**6], np.int64)
+"""What pairs beyond a count hold in these tests: followed, each of them would leave the arrays."""
+
+SHAPES = {
+    # segments, width, records, slots, rows, head_dim, dtype
+    "bf16": (4, 6, 40, 30, 128, 128, jnp.bfloat16),
+    "narrow": (3, 5, 33, 29, 128, 64, jnp.bfloat16),
+    "float32": (2, 4, 12, 9, 128, 128, jnp.float32),
+}
+
+
+def host_sharding() -> jax.sharding.Sharding:
+    """Pinned host memory of the first device."""
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    """A copy of the array's contents as integers: records may hold NaN, and a viewed pool could not be donated."""
+    x = jax.device_put(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return np.array(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
+
+
+class Copy:
+    """A pool, slots and plans with random contents, NaN among them."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.segments, self.width, self.records, self.slots, rows, head_dim, dtype = SHAPES[name]
+        self.rng = np.random.default_rng(seed)
+        pattern = np.uint16 if dtype == jnp.bfloat16 else np.uint32
+
+        def random(count: int) -> np.ndarray:
+            contents = self.rng.integers(0, np.iinfo(pattern).max, (count, rows, head_dim), pattern)
+            return contents.view(dtype)
+
+        self.pool_contents, self.slot_contents = random(self.records), random(self.slots)
+
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """A fresh pool in pinned memory and fresh slots."""
+        return jax.device_put(jnp.asarray(self.pool_contents), host_sharding()), jnp.asarray(self.slot_contents)
+
+    def plan(self, counts: list[int]) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+        """A plan with these counts and garbage beyond them, and the records and slots that it counts."""
+        total = sum(counts)
+        records = self.rng.permutation(self.records)[:total]
+        slots = self.rng.permutation(self.slots)[:total]
+        pairs = self.rng.choice(GARBAGE, (self.segments, self.width, 2)).astype(np.int32)
+        starts = np.cumsum([0, *counts])
+        for s, count in enumerate(counts):
+            pairs[s, :count, 0] = records[starts[s] : starts[s + 1]]
+            pairs[s, :count, 1] = slots[starts[s] : starts[s + 1]]
+        return pack_plan(jnp.asarray(counts, jnp.int32), jnp.asarray(pairs)), records, slots
+
+
+def all_counts(copy: Copy) -> list[list[int]]:
+    """Nothing, one record, ragged segments with empty ones among them, and full segments."""
+    nothing = [0] * copy.segments
+    ragged = [int(copy.rng.integers(0, copy.width + 1)) if s % 2 else 0 for s in range(copy.segments)]
+    return [nothing, [*nothing[:-1], 1], ragged, ragged[::-1], [copy.width] * copy.segments]
+
+
+class CopyRecordsCases:
+    """What every backend must do."""
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_fetch(self, backend: str, name: str) -> None:
+        """The counted slots hold their records, the others and the pool are as before."""
+        copy = Copy(name, seed=1)
+        fetch = jax.jit(functools.partial(fetch_records, segments=copy.segments, backend=backend), donate_argnums=2)
+        for counts in all_counts(copy):
+            plan, records, slots = copy.plan(counts)
+            pool, buffer = copy.arrays()
+            want = bits(buffer)
+            want[slots] = bits(pool)[records]
+            got = fetch(plan, pool, buffer)
+            assert buffer.is_deleted()
+            assert got.sharding.memory_kind == "device"
+            np.testing.assert_array_equal(bits(got), want)
+            np.testing.assert_array_equal(bits(pool), copy.pool_contents.view(want.dtype))
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_write_back(self, backend: str, name: str) -> None:
+        """The counted records hold their slots, the others are as before, and the pool stays pinned."""
+        copy = Copy(name, seed=2)
+        write_back = jax.jit(
+            functools.partial(write_back_records, segments=copy.segments, backend=backend), donate_argnums=2
+        )
+        for counts in all_counts(copy):
+            plan, records, slots = copy.plan(counts)
+            pool, buffer = copy.arrays()
+            want = bits(pool)
+            want[records] = bits(buffer)[slots]
+            got = write_back(plan, buffer, pool)
+            assert pool.is_deleted()
+            assert got.sharding.memory_kind == "pinned_host"
+            np.testing.assert_array_equal(bits(got), want)
+
+    def test_round_trip(self, backend: str) -> None:
+        """What was written back is what is fetched, through a pool in device memory too."""
+        copy = Copy("narrow", seed=3)
+        plan, _, slots = copy.plan([copy.width] * copy.segments)
+        for pool in (copy.arrays()[0], jnp.asarray(copy.pool_contents)):
+            _, buffer = copy.arrays()
+            pool = write_back_records(plan, buffer, pool, segments=copy.segments, backend=backend)
+            fetched = fetch_records(plan, pool, jnp.zeros_like(buffer), segments=copy.segments, backend=backend)
+            np.testing.assert_array_equal(bits(fetched)[slots], bits(buffer)[slots])
+
+
+class TestCopyRecords(CopyRecordsCases):
+    """On the CPU; kernels are interpreted."""
+
+    @pytest.fixture(params=["reference"])
+    def backend(self, request: pytest.FixtureRequest) -> str:
+        """The backend under test."""
+        return request.param
+
+
+@pytest.mark.gpu
+class TestCopyRecordsOnGpu(CopyRecordsCases):
+    """Compiled, over PCIe."""
+
+    @pytest.fixture(params=["reference"])
+    def backend(self, request: pytest.FixtureRequest) -> str:
+        """The backend under test."""
+        return request.param
+
+
+def test_plan_layout() -> None:
+    """Counts first, then the pairs, segment by segment."""
+    counts, pairs = jnp.array([1, 2], jnp.int32), jnp.arange(12, dtype=jnp.int32).reshape(2, 3, 2)
+    plan = pack_plan(counts, pairs)
+    assert plan.tolist() == [1, 2, *range(12)]
+    for got, want in zip(unpack_plan(plan, 2), (counts, pairs), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """A plan of another size, records of another dtype; other shapes already fail the annotations in tests."""
+    copy = Copy("narrow", seed=4)
+    plan, _, _ = copy.plan([0] * copy.segments)
+    pool, slots = copy.arrays()
+    with pytest.raises(ValueError, match="plan has 33 integers"):
+        fetch_records(plan, pool, slots, segments=4)
+    with pytest.raises(ValueError, match="pool and slots must hold equal records"):
+        fetch_records(plan, pool, slots.astype(jnp.float32), segments=3)
