@@ -1,6 +1,8 @@
 """Block selection: score compressed keys, pool to 64-token blocks, force init and local blocks, take the top-k."""
 
+from sparda_jax.pallas_kernels.block_selection.decode import select_blocks_decode
 from sparda_jax.pallas_kernels.block_selection.reference import (
+    Scorer,
     block_mask,
     forecast_scores,
     infllm_scores,
@@ -8,4 +10,12 @@ from sparda_jax.pallas_kernels.block_selection.reference import (
     select_blocks,
 )
 
-__all__ = ["block_mask", "forecast_scores", "infllm_scores", "pool_to_blocks", "select_blocks"]
+__all__ = [
+    "Scorer",
+    "block_mask",
+    "forecast_scores",
+    "infllm_scores",
+    "pool_to_blocks",
+    "select_blocks",
+    "select_blocks_decode",
+]

@@ -6,9 +6,20 @@ always selected and the last is never allowed, so the selection is the same and 
 Scores are float32 until the selection; equal scores go to the lowest block id.
 """
 
+import enum
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+
+class Scorer(enum.StrEnum):
+    """What scores a compressed key in decode."""
+
+    FORECAST = "forecast"
+    """One query per KV head: the raw dot product."""
+    INFLLM = "infllm"
+    """All query heads of a KV head: their softmax over the visible windows, summed."""
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
@@ -69,11 +80,12 @@ def select_blocks(
     init_blocks: int,
     local_blocks: int,
     num_selected: int,
+    at_most: Int[Array, "batch q_len"] | None = None,
 ) -> Int[Array, "batch kv_heads q_len selected"]:
     """The selected block ids, ascending, -1 at the end where fewer blocks exist (section 4.4).
 
     Blocks before ``init_blocks`` and the last ``local_blocks`` up to the query's own are always selected; blocks after
-    the query's own never are. ``selected = min(num_selected, blocks)``.
+    the query's own never are. ``selected = min(num_selected, blocks)``, of which a query uses ``at_most`` if given.
     """
     blocks = block_scores.shape[-1]
     ids = jnp.arange(blocks)
@@ -82,14 +94,66 @@ def select_blocks(
     forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
     # A score that overflowed must not compete with the forced blocks.
     finite = jnp.minimum(block_scores, jnp.finfo(block_scores.dtype).max)
+    # top_k sorts -0 below 0, and they are equal scores.
+    finite = jnp.where(finite == 0, 0, finite)
     # A past block always has a visible window, so its score is finite and beats every block after the query's own;
     # where it is -inf, the past block has the lower id.
     ranked = jnp.where(past, jnp.where(forced, jnp.inf, finite), -jnp.inf)
     _, chosen = jax.lax.top_k(ranked, min(num_selected, blocks))
-    chosen = jnp.sort(jnp.where(chosen <= query_block, chosen, blocks), axis=-1)
+    taken = chosen <= query_block
+    if at_most is not None:
+        taken &= jnp.arange(chosen.shape[-1]) < at_most[:, None, :, None]
+    chosen = jnp.sort(jnp.where(taken, chosen, blocks), axis=-1)
     return jnp.where(chosen == blocks, -1, chosen)
 
 
 def block_mask(ids: Int[Array, "*rows selected"], blocks: int) -> Bool[Array, "*rows blocks"]:
     """True for the blocks named in ``ids``; -1 names none."""
     return jnp.any(ids[..., None] == jnp.arange(blocks), axis=-2)
+
+
+def block_scores_decode(
+    queries: Float[Array, "batch kv_heads group head_dim"],
+    pages: Float[Array, "num_pages kv_heads 4 head_dim"],
+    block_table: Int[Array, "batch blocks"],
+    visible: Int[Array, "batch"],
+    *,
+    scorer: Scorer,
+) -> Float[Array, "batch kv_heads blocks"]:
+    """The block scores of one new token per sequence, its compressed keys read through a table of pages.
+
+    Window j is entry ``(j + 1) % 4`` of the sequence's page ``(j + 1) // 4``, so a block's five windows are the four
+    entries of its own page and entry 0 of the next; entry 0 of page 0 is no window. Entries of windows
+    ``j >= visible`` may hold anything, and so may the table where a page has no visible window.
+    """
+    table = jnp.clip(block_table, 0, pages.shape[0] - 1)
+    entries = jnp.moveaxis(pages[table], 2, 1).reshape(*queries.shape[:2], -1, pages.shape[-1])
+    windows = entries[:, :, 1:]
+    if scorer is Scorer.FORECAST:
+        scores = forecast_scores(queries[:, None, :, 0], windows, visible[:, None])
+    else:
+        scores = infllm_scores(queries[:, None], windows, visible[:, None])
+    # The last block's fifth window would end in a page that the table does not have.
+    scores = jnp.pad(scores[:, :, 0], ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+    return pool_to_blocks(scores, 4)
+
+
+def choose_blocks_decode(
+    block_scores: Float[Array, "batch kv_heads blocks"],
+    query_block: Int[Array, "batch"],
+    num_selected: Int[Array, "batch"],
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    width: int,
+) -> Int[Array, "batch kv_heads width"]:
+    """The best ``num_selected`` blocks of each sequence, as `select_blocks` chooses them; -1 up to ``width``."""
+    ids = select_blocks(
+        block_scores[:, :, None],
+        query_block[:, None],
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        num_selected=width,
+        at_most=num_selected[:, None],
+    )[:, :, 0]
+    return jnp.pad(ids, ((0, 0), (0, 0), (0, width - ids.shape[-1])), constant_values=-1)

@@ -1,0 +1,58 @@
+"""Block selection for one new token per sequence, and the choice of what runs it."""
+
+from jaxtyping import Array, Float, Int
+
+from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.block_selection import reference, triton
+from sparda_jax.pallas_kernels.block_selection.reference import Scorer
+
+
+def select_blocks_decode(
+    queries: Float[Array, "batch kv_heads group head_dim"],
+    pages: Float[Array, "num_pages kv_heads 4 head_dim"],
+    block_table: Int[Array, "batch blocks"],
+    visible: Int[Array, "batch"],
+    query_block: Int[Array, "batch"],
+    num_selected: Int[Array, "batch"],
+    *,
+    scorer: Scorer,
+    init_blocks: int,
+    local_blocks: int,
+    width: int,
+    backend: str | None = None,
+) -> Int[Array, "batch kv_heads width"]:
+    """The blocks that each sequence's next token attends to (docs/semantics.md sections 4 and 5).
+
+    Scores every compressed key that a sequence sees, takes the max over each block's five windows and keeps the best
+    ``num_selected``, with the first ``init_blocks`` and the last ``local_blocks`` before the query's own among them.
+    Scores are float32; equal scores go to the lowest id.
+
+    Args:
+        queries: the Forecast (group 1) or the layer's own queries, after RoPE, in the dtype of the pages.
+        pages: compressed keys. Window j (tokens 16 j .. 16 j + 31) is entry ``(j + 1) % 4`` of the sequence's page
+            ``(j + 1) // 4``; entries of windows that a sequence does not see may hold anything.
+        block_table: physical page of each block, int32; anything for a block without a visible window.
+        visible: compressed keys that each sequence sees, int32.
+        query_block: the block of the new token, int32; -1 for an idle lane, which gets no blocks.
+        num_selected: how many blocks to select, int32, at most ``width``.
+        scorer: FORECAST or INFLLM.
+        init_blocks, local_blocks: how many blocks at the start and before the query's own are always selected.
+        width: the length of the lists.
+        backend: a name of `Backend`, or None for the fastest that runs here.
+
+    Returns:
+        Block ids, ascending, int32, -1 at the end. A sequence gets ``min(num_selected, query_block + 1)``. NaN in
+        its own queries makes a sequence's choice unspecified, though still one of distinct ids up to its own block.
+
+    Raises:
+        ValueError: FORECAST with several queries per KV head, or an unknown backend.
+    """
+    if scorer is Scorer.FORECAST and queries.shape[2] != 1:
+        raise ValueError(f"scorer=forecast takes one query per KV head, not a group of {queries.shape[2]}: use infllm.")
+    chosen = choose_backend(backend, "block_selection", available=(Backend.REFERENCE, Backend.TRITON))
+    limits = {"init_blocks": init_blocks, "local_blocks": local_blocks, "width": width}
+    if chosen is Backend.REFERENCE:
+        scores = reference.block_scores_decode(queries, pages, block_table, visible, scorer=scorer)
+        return reference.choose_blocks_decode(scores, query_block, num_selected, **limits)
+    parts = triton.score_pages(queries, pages, block_table, visible, scorer=scorer)
+    return triton.top_blocks(parts, visible, query_block, num_selected, **limits)
