@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.sparse_attention.reference import slot_attention
+from sparda_jax.pallas_kernels.sparse_attention import reference, triton
 
 
 def sparse_attention_decode(
@@ -46,11 +46,12 @@ def sparse_attention_decode(
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
     if slot_ids.shape[:2] != q.shape[:2]:
         raise ValueError(f"slot_ids{list(slot_ids.shape)} must have q's batch and KV heads, {list(q.shape[:2])}.")
-    chosen = choose_backend(backend, "sparse_attention", available=(Backend.REFERENCE,))
+    chosen = choose_backend(backend, "sparse_attention", available=(Backend.REFERENCE, Backend.TRITON))
     return _jitted(q, slots, slot_ids, lengths, backend=chosen)
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
 @functools.partial(jax.jit, static_argnames="backend")
 def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, backend: Backend) -> Array:
-    return slot_attention(q, slots, slot_ids, lengths)
+    kernel = {Backend.REFERENCE: reference.slot_attention, Backend.TRITON: triton.slot_attention}[backend]
+    return kernel(q, slots, slot_ids, lengths)

@@ -3,6 +3,7 @@
 On a CPU the kernels are interpreted. With --gpu the same cases run compiled, on larger lists.
 """
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def attention_float64(case: Case) -> np.ndarray:
 
 
 def run(case: Case, backend: Backend) -> np.ndarray:
-    with mosaic_interpreter():
+    with mosaic_interpreter() if backend is Backend.MOSAIC_GPU else contextlib.nullcontext():
         out = sparse_attention_decode(
             *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
         )
@@ -109,7 +110,7 @@ class DecodeAttention:
 
     geometries = GEOMETRIES
 
-    @pytest.fixture(params=[Backend.REFERENCE])
+    @pytest.fixture(params=[Backend.REFERENCE, Backend.TRITON])
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return request.param
 
@@ -191,7 +192,7 @@ def float32_case() -> Case:
     return make_case(np.random.default_rng(7), GEOMETRIES[0], [8, 0, 3], [500, 0, 129], np.float32)
 
 
-@pytest.mark.parametrize("backend", [Backend.REFERENCE, None])
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.TRITON, None])
 def test_float32(backend: Backend | None):
     case = float32_case()
     found = sparse_attention_decode(
