@@ -20,3 +20,7 @@ compile dev --extra dev "$@"
 compile base --constraint requirements/dev.lock
 compile cuda --extra cuda --constraint requirements/dev.lock
 compile cuda12 --extra cuda12 --constraint requirements/dev.lock
+
+# Of cuda, what compiling for a GPU takes: JAX's plugin and NVIDIA's assembler with its libraries.
+awk '/^[a-z0-9]/ { wanted = /^(jax-cuda13-plugin|jax-cuda13-pjrt|nvidia-cuda-(nvcc|crt|runtime)|nvidia-nvvm)==/ } wanted' \
+  requirements/cuda.lock >requirements/h200-compiler.lock

@@ -80,8 +80,10 @@ make_venv() {
 }
 
 # Installs requirements/NAME.lock unless exactly this lock was installed last time; the copy in the venv is the stamp.
+# What follows the name goes to pip.
 install() {
   local lock=requirements/$1.lock stamp=$venv/.installed-$1.lock old quiet
+  shift
   if [ ! -e $venv/.incomplete ] && cmp -s "$lock" "$stamp"; then return; fi
   say "Installing $lock"
   : >$venv/.incomplete
@@ -91,12 +93,20 @@ install() {
   done
   quiet=--quiet
   if [ -t 2 ]; then quiet=--progress-bar=on; fi
-  if ! "$venv/bin/python" -m pip install --disable-pip-version-check $quiet --no-deps --require-hashes --requirement "$lock" >&2; then
+  if ! "$venv/bin/python" -m pip install --disable-pip-version-check $quiet --no-deps --require-hashes --requirement "$lock" "$@" >&2; then
     say "Setup failed: $lock could not be installed (pip's message is above). Nothing half done will be used; run the same command again."
     return 1
   fi
   cp "$lock" "$stamp"
   rm $venv/.incomplete
+}
+
+# What the tests need to compile for an H200 (tests/h200). In a folder of its own: among the venv's packages it would be a
+# GPU plugin, which JAX loads at every start.
+install_compiler() {
+  [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || return 0
+  cmp -s requirements/h200-compiler.lock $venv/.installed-h200-compiler.lock || rm -rf $venv/cuda-compiler
+  install h200-compiler --target $venv/cuda-compiler
 }
 
 case ${1:-} in
@@ -107,7 +117,8 @@ case ${1:-} in
     install "$(accelerator)" ;;
   dev)
     make_venv
-    install dev ;;
+    install dev
+    install_compiler ;;
   *)
     say "usage: scripts/setup.sh serve|dev|python|accelerator"
     exit 2 ;;

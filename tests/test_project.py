@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("pallas_kernels", "train", "serve")
-LOCKS = ("base", "dev", "cuda", "cuda12")
+LOCKS = ("base", "dev", "cuda", "cuda12", "h200-compiler")
 # Imported only where installed (conversion checks against them); never required.
 OPTIONAL = {"torch", "transformers"}
 # Libraries of the server and of the tests, which the model, the kernels and the training must run without.
