@@ -6,12 +6,13 @@ import jax
 from jaxtyping import Array, Int, Shaped
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.record_copy import mosaic_gpu, triton
 from sparda_jax.pallas_kernels.record_copy.memory_space import device_as_host, host_as_device
 from sparda_jax.pallas_kernels.record_copy.plan import plan_width, unpack_plan
 from sparda_jax.pallas_kernels.record_copy.reference import copy_in_turn
 
 _RECORD, _SLOT = 0, 1
-_KERNELS = {}
+_KERNELS = {Backend.TRITON: triton.copy_records, Backend.MOSAIC_GPU: mosaic_gpu.copy_records}
 
 
 def fetch_records(

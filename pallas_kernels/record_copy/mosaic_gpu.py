@@ -1,0 +1,163 @@
+"""The record copy for Hopper: a few CTAs with a ring of TMA copies each, which is what it takes to fill a PCIe link.
+
+A CTA takes every ``ctas``-th copy of the plan, counted over all segments, so that ragged segments load the CTAs evenly.
+A record goes through shared memory in one stage of the ring: TMA load, barrier, TMA store. All loops end where the
+counts say.
+
+The counts come to shared memory once. A pair is read from the plan one turn of the loop before it is used, since a
+scalar load from global memory takes about as long as an eighth of a record's transfer and would otherwise stall the
+ring.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sparda_jax.pallas_kernels.record_copy.plan import plan_width
+
+_COUNTS_PER_COPY = 256
+"""A TMA copy has at most 256 elements in each dimension."""
+_RING_BYTES = 196_608
+"""Shared memory for records: six stages of 32 KB leave enough of 227 KB for the counts."""
+
+
+def copy_records(
+    plan: jax.Array,
+    source: jax.Array,
+    destination: jax.Array,
+    *,
+    segments: int,
+    direction: tuple[int, int],
+    ctas: int = 4,
+    stages: int = 6,
+    storing: int = 1,
+) -> jax.Array:
+    """``destination[pair[direction[1]]] = source[pair[direction[0]]]`` for the counted pairs, in place.
+
+    Args:
+        plan: see `pack_plan`.
+        source: records, typed as device memory (`host_as_device`).
+        destination: records, typed as device memory.
+        segments: segments of the plan.
+        direction: which number of a pair names the source record and which the destination.
+        ctas: thread blocks; each takes an SM from whatever runs beside the copy.
+        stages: records in shared memory per CTA; fewer where they would not fit.
+        storing: how many stores may still be reading their stage when the next load is issued.
+    """
+    rows, head_dim = source.shape[1:]
+    stages = min(stages, _RING_BYTES // (rows * head_dim * source.dtype.itemsize))
+    storing = min(storing, stages - 1)
+    # TMA moves multiples of 16 bytes; what follows the counts in the plan comes along.
+    counts_size = -(-segments // 4) * 4
+    body = functools.partial(
+        _copy_body,
+        segments=segments,
+        width=plan_width(plan.shape[0], segments),
+        direction=direction,
+        ctas=ctas,
+        stages=stages,
+        storing=storing,
+        counts_size=counts_size,
+    )
+    plan = jnp.pad(plan, (0, max(0, counts_size - plan.shape[0])))
+    shared = (
+        plgpu.SMEM((counts_size,), jnp.int32),
+        plgpu.SMEM((stages, rows, head_dim), source.dtype),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=stages),
+    )
+    kernel: Callable[..., Any] = pl.kernel(
+        lambda *refs: pl.run_scoped(functools.partial(body, *refs), *shared),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(ctas,), grid_names=("cta",)),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        name="copy_records",
+    )
+    return pl.run_state(lambda ref: kernel(plan, source, ref))(destination)
+
+
+def _copy_body(
+    plan,
+    source,
+    destination,
+    counts,
+    ring,
+    counts_arrived,
+    arrived,
+    *,
+    segments,
+    width,
+    direction,
+    ctas,
+    stages,
+    storing,
+    counts_size,
+):
+    for start in range(0, counts_size, _COUNTS_PER_COPY):
+        piece = pl.ds(start, min(_COUNTS_PER_COPY, counts_size - start))
+        plgpu.copy_gmem_to_smem(plan.at[piece], counts.at[piece], counts_arrived)
+        plgpu.barrier_wait(counts_arrived)
+
+    def settle(segment, index):
+        """Carries a position beyond its segment's count over to the segment that has it; ``segments`` is the end."""
+
+        def beyond(at):
+            segment, index = at
+            return (segment < segments) & (index >= counts[jnp.minimum(segment, segments - 1)])
+
+        def carry(at):
+            segment, index = at
+            return segment + 1, index - counts[segment]
+
+        return lax.while_loop(beyond, carry, (segment, index))
+
+    def pair(segment, index):
+        """The ids of the source and the destination; of no meaning at the end."""
+        at = jnp.where(segment < segments, segments + 2 * (segment * width + index), segments)
+        return plan[at + direction[0]], plan[at + direction[1]]
+
+    def issue(number, segment, from_id):
+        stage = lax.rem(number, jnp.int32(stages))
+
+        @pl.when(segment < segments)
+        def _():
+            plgpu.copy_gmem_to_smem(source.at[from_id], ring.at[stage], arrived.at[stage])
+
+    def advance(segment, index):
+        segment, index = settle(segment, index + ctas)
+        return segment, index, *pair(segment, index)
+
+    ahead = stages - storing
+    segment, index = settle(jnp.int32(0), lax.axis_index("cta"))
+    from_id, to_id = pair(segment, index)
+    issued, targets = jnp.int32(0), []
+    for number in range(ahead):
+        issue(jnp.int32(number), segment, from_id)
+        issued += (segment < segments).astype(jnp.int32)
+        targets.append(to_id)
+        segment, index, from_id, to_id = advance(segment, index)
+
+    def transfer(state):
+        number, issued, segment, index, from_id, to_id, targets = state
+        stage = lax.rem(number, jnp.int32(stages))
+        plgpu.barrier_wait(arrived.at[stage])
+        plgpu.copy_smem_to_gmem(ring.at[stage], destination.at[targets[0]])
+        # The store before the last `storing` ones has left its stage: the next load goes there.
+        plgpu.wait_smem_to_gmem(storing, wait_read_only=True)
+        issue(number + ahead, segment, from_id)
+        issued += (segment < segments).astype(jnp.int32)
+        targets = (*targets[1:], to_id)
+        return number + 1, issued, *advance(segment, index), targets
+
+    lax.while_loop(
+        lambda state: state[0] < state[1],
+        transfer,
+        (jnp.int32(0), issued, segment, index, from_id, to_id, tuple(targets)),
+    )
+    plgpu.wait_smem_to_gmem(0)
