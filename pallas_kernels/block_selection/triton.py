@@ -64,12 +64,12 @@ def score_pages(
 
     Args:
         queries, pages, block_table, visible, scorer: as `select_blocks_decode` takes them.
-        pages_per_program: a power of two; by default what makes a tile of 32 KB.
+        pages_per_program: a power of two, at least 4; by default what makes a tile of 32 KB.
         num_warps: of the programs that read the pages.
         pool_pages, pool_warps: pages a program, a power of two, and warps of InfLLM's second pass.
     """
     page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
-    tile = pages_per_program or max(4, pl.next_power_of_2(max(1, _TILE_BYTES // page_bytes)))
+    tile = pages_per_program or max(4, pl.next_power_of_2(_TILE_BYTES // page_bytes))
     if scorer is Scorer.FORECAST:
         return _forecast_parts(queries, pages, block_table, visible, tile=tile, num_warps=num_warps)
     weights, stats = _softmax_pieces(queries, pages, block_table, visible, tile=tile, num_warps=num_warps)
@@ -91,6 +91,7 @@ def _forecast_parts(queries, pages, block_table, visible, *, tile: int, num_warp
             seen = page < pages_seen
             physical = plgpu.load(table_ref.at[b, page], mask=seen, other=0)
             windows = _windows_seen(page, visible)
+            q = [q_ref[b, h, 0, :].astype(jnp.float32) for h in range(kv_heads)]
             entry, d = jnp.arange(4)[None, :, None], jnp.arange(head_dim)[None, None]
             # All heads are requested before any is used: bytes in flight are what this kernel lives on.
             keys = [
@@ -98,8 +99,7 @@ def _forecast_parts(queries, pages, block_table, visible, *, tile: int, num_warp
                 for h in range(kv_heads)
             ]
             for h in range(kv_heads):
-                q = q_ref[b, h, 0, :].astype(jnp.float32)
-                scores = jnp.sum(keys[h].astype(jnp.float32) * q[None, None], axis=2)
+                scores = jnp.sum(keys[h].astype(jnp.float32) * q[h][None, None], axis=2)
                 _store_parts(parts_ref, b, h, page, jnp.where(windows, scores, -jnp.inf), seen)
 
     return _call(
@@ -239,15 +239,23 @@ def top_blocks(
         key = jnp.where(forced, forced_key, _sort_key(jnp.maximum(own, after)))
         key = jnp.where(ids <= query_block, key, lowest)
 
-        def two_bits(step, threshold):
+        def unsettled(state):
+            step, _, exact = state
+            return (step < 16) & (exact == 0)
+
+        def two_bits(state):
             """Keeps ``threshold`` the largest multiple of the step's unit that at least ``count`` keys reach."""
+            step, threshold, _ = state
             unit = jnp.int32(1) << (30 - 2 * step)
             at_least = [(key >= threshold + i * unit).astype(jnp.int32) for i in (1, 2, 3)]
             packed = jnp.sum(at_least[0] | (at_least[1] << 16))
-            reached = [packed & 0xFFFF, packed >> 16, jnp.sum(at_least[2])]
-            return threshold + unit * sum((n >= count).astype(jnp.int32) for n in reached)
+            reached = (packed & 0xFFFF, packed >> 16, jnp.sum(at_least[2]))
+            # Once exactly ``count`` keys reach a threshold, its lower bits don't matter.
+            exact = sum((n == count).astype(jnp.int32) for n in reached)
+            return step + 1, threshold + unit * sum((n >= count).astype(jnp.int32) for n in reached), exact
 
-        threshold = lax.fori_loop(0, 16, two_bits, jnp.int32(lowest))
+        _, threshold, exact = lax.while_loop(unsettled, two_bits, (jnp.int32(0), jnp.int32(lowest), jnp.int32(0)))
+        threshold -= (exact > 0).astype(jnp.int32)
         above, equal = (key > threshold).astype(jnp.int32), (key == threshold).astype(jnp.int32)
         ties = count - jnp.sum(above)
         marks = (above << 16) | equal

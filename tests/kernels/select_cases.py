@@ -33,6 +33,11 @@ GEOMETRIES = (
     Geometry(group=5, head_dim=64, blocks=128, width=96, local_blocks=33),
     Geometry(group=8, head_dim=128, blocks=9, width=16, dtype="float32", init_blocks=2, local_blocks=1),
 )
+# MiniCPM4.1 at 128K tokens, and one that fills no tile; only for a GPU.
+LONG = (
+    Geometry(group=16, head_dim=128, blocks=2048, width=96, local_blocks=33),
+    Geometry(group=4, head_dim=64, blocks=2051, width=128, local_blocks=8),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,7 @@ def make_case(geometry: Geometry, scorer: Scorer, lengths: np.ndarray, seed: int
     table = rng.permutation(len(pages))[: g.batch * g.blocks].reshape(g.batch, g.blocks).astype(np.int32)
     unseen = np.ones(pages.shape[:3], bool)
     for b in range(g.batch):
-        entry = np.arange(1, visible[b] + 1)
+        entry = np.arange(1, int(visible[b]) + 1)
         unseen[table[b, entry // 4], :, entry % 4] = False
         table[b, visible[b] // 4 + (visible[b] > 0) :] = rng.choice([-1, -(2**31), 2**31 - 1])
     return Case(
@@ -96,7 +101,7 @@ def exact_scores(case: Case) -> tuple[np.ndarray, np.ndarray]:
     scores = np.full((g.batch, g.kv_heads, g.blocks), -np.inf)
     scale = np.zeros_like(scores)
     for b, h in np.ndindex(g.batch, g.kv_heads):
-        entry = np.arange(1, case.visible[b] + 1)
+        entry = np.arange(1, int(case.visible[b]) + 1)
         keys = case.pages[case.block_table[b, entry // 4], h, entry % 4].astype(np.float64)
         logits = keys @ case.queries[b, h].astype(np.float64).T
         size = np.abs(keys) @ np.abs(case.queries[b, h]).astype(np.float64).T
@@ -117,7 +122,7 @@ def exact_choice(
     found = np.full((*scores.shape[:2], geometry.width), -1, np.int32)
     largest = np.finfo(np.float32).max
     for b, h in np.ndindex(scores.shape[:2]):
-        ids = np.arange(query_block[b] + 1)
+        ids = np.arange(int(query_block[b]) + 1)
         forced = (ids < geometry.init_blocks) | (ids >= query_block[b] - geometry.local_blocks)
         ranked = np.where(forced, np.inf, np.minimum(scores[b, h, ids], largest))
         chosen = np.sort(np.argsort(-ranked, kind="stable")[: num_selected[b]])

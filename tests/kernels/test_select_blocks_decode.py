@@ -10,6 +10,7 @@ import pytest
 from sparda_jax.pallas_kernels.block_selection import Scorer, reference, select_blocks_decode, triton
 from tests.kernels.select_cases import (
     GEOMETRIES,
+    LONG,
     Case,
     Geometry,
     exact_choice,
@@ -17,6 +18,7 @@ from tests.kernels.select_cases import (
     joined_parts,
     make_case,
 )
+from tests.oracle.golden import allowed_by_ties, load_golden, tie_rows
 
 # Lengths around every boundary: no window, one window, a window that ends a block, a new block.
 BOUNDARIES = (1, 15, 31, 32, 33, 47, 48, 63, 64, 65, 79, 80, 95, 96, 111, 112, 127, 128, 129, 130)
@@ -207,6 +209,63 @@ class TestSelectBlocksDecode:
         idle.pages[:] = case.pages
         np.testing.assert_array_equal(found_scores(idle, backend)[2], scores[0])
         np.testing.assert_array_equal(found_ids(idle, backend)[2], ids[0])
+
+
+class TestGolden:
+    """The reference's own decode step: two sequences of 2048 keys, whose query is in the 33rd block."""
+
+    @pytest.fixture(params=BACKENDS)
+    def backend(self, request: pytest.FixtureRequest) -> str:
+        return request.param
+
+    @pytest.mark.parametrize(("kind", "scorer"), [("g16", Scorer.INFLLM), ("sparda", Scorer.FORECAST)])
+    def test_choice_and_scores(self, backend: str, kind: str, scorer: Scorer):
+        step = load_golden("decode")
+        windows, blocks, geometry = 127, 33, Geometry(batch=2, group=16, head_dim=128, blocks=33, width=6)
+        pages = np.full((2 * blocks, 2, 4, 128), np.nan, np.float32)
+        table = np.random.default_rng(0).permutation(2 * blocks).reshape(2, blocks).astype(np.int32)
+        entry = np.arange(1, windows + 1)
+        for b in range(2):
+            pages[table[b, entry // 4], :, entry % 4] = step["compressed_k"][windows * b : windows * (b + 1)]
+        queries = step["q"].reshape(2, 2, 16, 128) if scorer is Scorer.INFLLM else step["q_forecast"][:, :, None]
+        case = Case(
+            geometry=geometry,
+            scorer=scorer,
+            queries=queries,
+            pages=pages,
+            block_table=table,
+            visible=np.full(2, windows, np.int32),
+            query_block=np.full(2, 32, np.int32),
+            num_selected=np.full(2, 6, np.int32),
+        )
+        pooled = step[f"pooled_{kind}"].swapaxes(0, 1)
+        scores = found_scores(case, backend)
+        compared = np.isfinite(pooled) & np.isfinite(scores)
+        assert compared.mean() > 0.8
+        np.testing.assert_allclose(scores[compared], pooled[compared], rtol=2**-7, atol=1e-5)
+        ids = found_ids(case, backend).swapaxes(0, 1)
+        pooled, query_block = pooled.swapaxes(0, 1), np.full(2, 32)
+        assert allowed_by_ties(pooled, ids, query_block, 6).all()
+        settled = ~tie_rows(pooled, 6)
+        assert settled.any()
+        np.testing.assert_array_equal(ids[settled], np.sort(step[f"topk_{kind}"], axis=-1)[settled])
+
+
+@pytest.mark.gpu
+class TestCompiled(TestSelectBlocksDecode):
+    """The same on a GPU, and at the lengths of 128K contexts."""
+
+    @pytest.fixture(params=KERNELS)
+    def backend(self, request: pytest.FixtureRequest) -> str:
+        return request.param
+
+    @pytest.mark.parametrize("scorer", Scorer)
+    @pytest.mark.parametrize("geometry", LONG, ids=lambda g: f"g{g.group}d{g.head_dim}")
+    def test_long_contexts(self, backend: str, geometry: Geometry, scorer: Scorer):
+        for seed, levels in ((0, 0), (1, 2)):
+            case = make_case(geometry, scorer, np.array([64 * geometry.blocks, 100_003, 70_000]), seed, levels=levels)
+            check_scores(case, backend)
+            check_ids(case, backend)
 
 
 def test_forecast_takes_one_query_per_head():
