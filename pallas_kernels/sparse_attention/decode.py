@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.sparse_attention import reference, triton
+from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, reference, triton
 
 
 def sparse_attention_decode(
@@ -46,12 +46,21 @@ def sparse_attention_decode(
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
     if slot_ids.shape[:2] != q.shape[:2]:
         raise ValueError(f"slot_ids{list(slot_ids.shape)} must have q's batch and KV heads, {list(q.shape[:2])}.")
-    chosen = choose_backend(backend, "sparse_attention", available=(Backend.REFERENCE, Backend.TRITON))
+    available = [Backend.REFERENCE, Backend.TRITON]
+    if mosaic_gpu.takes(q, slots):
+        available.append(Backend.MOSAIC_GPU)
+    chosen = choose_backend(backend, "sparse_attention", available=available)
     return _jitted(q, slots, slot_ids, lengths, backend=chosen)
+
+
+_KERNELS = {
+    Backend.REFERENCE: reference.slot_attention,
+    Backend.TRITON: triton.slot_attention,
+    Backend.MOSAIC_GPU: mosaic_gpu.slot_attention,
+}
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
 @functools.partial(jax.jit, static_argnames="backend")
 def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, backend: Backend) -> Array:
-    kernel = {Backend.REFERENCE: reference.slot_attention, Backend.TRITON: triton.slot_attention}[backend]
-    return kernel(q, slots, slot_ids, lengths)
+    return _KERNELS[backend](q, slots, slot_ids, lengths)

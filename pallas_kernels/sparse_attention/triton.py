@@ -1,7 +1,7 @@
 """Decode attention over records in slots, lowered through Triton: partial sums of list parts, then their combination.
 
-A list is cut into parts of `part` positions. One program sums up one part, in order, whatever the batch; a second kernel
-adds the parts of a list. So the order of all sums follows from the list's width alone.
+A list is cut into parts of `part` positions. One program sums up one part, in order, whatever the batch; a second
+kernel adds the parts of a list. So the order of all sums follows from the width of the list alone.
 """
 
 import functools

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
-from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
+from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, sparse_attention_decode
 from tests.oracle.golden import load_golden
 
 BLOCK = 64
@@ -31,11 +31,11 @@ class Geometry:
 
 
 # The second width is no multiple of the kernels' groups of list positions, the last is that of MiniCPM4.1.
-GEOMETRIES = [
+GEOMETRIES = (
     Geometry(kv_heads=2, group=16, head_dim=128, width=8),
     Geometry(kv_heads=1, group=1, head_dim=64, width=13),
     Geometry(kv_heads=2, group=5, head_dim=128, width=8),
-]
+)
 MINICPM = Geometry(kv_heads=2, group=16, head_dim=128, width=96)
 # Both sides of every boundary: one token, a 16-row tile, a block, two blocks.
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130]
@@ -109,8 +109,9 @@ class DecodeAttention:
     """What every backend has to fulfil; subclasses say where they run and how large the lists are."""
 
     geometries = GEOMETRIES
+    lanes = 5
 
-    @pytest.fixture(params=[Backend.REFERENCE, Backend.TRITON])
+    @pytest.fixture(params=list(Backend))
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return request.param
 
@@ -143,8 +144,8 @@ class DecodeAttention:
 
     def test_alone_and_in_a_batch_the_bits_are_equal(self, backend: Backend):
         g = self.geometries[0]
-        counts = [g.width, g.width - 1, 0, 2, g.width]
-        case = make_case(np.random.default_rng(3), g, counts, [512, 400, 0, 100, 449])
+        counts = [g.width, g.width - 1, 0, 2, *[g.width] * (self.lanes - 4)]
+        case = make_case(np.random.default_rng(3), g, counts, [512, 400, 0, 100, *range(449, 445 + self.lanes)])
         together = run(case, backend)
         for b in (0, 1, 3):
             one = slice(b, b + 1)
@@ -185,6 +186,32 @@ class DecodeAttention:
 
 class TestInterpreted(DecodeAttention):
     """On the CPU: the reference as it is, the kernels interpreted."""
+
+    def test_ctas_do_not_change_the_bits(self):
+        """One CTA for a list of five parts, and three CTAs, the last of which has one part only."""
+        g = Geometry(kv_heads=1, group=8, head_dim=64, width=9)
+        case = make_case(np.random.default_rng(8), g, [9, 4], [570, 200])
+        with mosaic_interpreter():
+            one, three = (
+                np.asarray(
+                    mosaic_gpu.slot_attention(
+                        *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)),
+                        part=2,
+                        max_ctas=max_ctas,
+                    )
+                )
+                for max_ctas in (1, 6)
+            )
+        assert_close(one, case)
+        np.testing.assert_array_equal(one, three)
+
+
+@pytest.mark.gpu
+class TestCompiled(DecodeAttention):
+    """On a GPU, with MiniCPM4.1's lists, and more of them than fit the GPU with a CTA for each part."""
+
+    geometries = (MINICPM, *GEOMETRIES[1:])
+    lanes = 20
 
 
 @functools.cache

@@ -1,0 +1,259 @@
+"""Decode attention over records in slots for Hopper: TMA copies into a ring, both products on the tensor cores.
+
+A list is cut into parts of `part` positions, and each part is summed up in order. A CTA takes one part or several, as
+the batch needs, and keeps its ring full across them; a second kernel adds the parts of a list in order. So the order of
+all sums follows from the width of the list alone.
+
+The products have their operands swapped, so that a group of 16 queries fills the narrow side of a wgmma:
+``S^T [block, group] = K q^T`` and ``O^T [head_dim, group] = V^T P^T``.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Int
+
+_BLOCK = 64
+# Less than any logit and finite: the difference of two peaks is never NaN.
+_LOWEST = -1e30
+# How many parts of a list the second kernel holds in registers.
+_PARTS_AT_ONCE = 16
+_ROW_SUMS = plgpu.Layout.WGMMA.reduce(0)
+# 128-byte rows of 8 x 64 tiles, as wgmma reads 16-bit operands.
+_SWIZZLED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+
+
+def takes(q: Array, slots: Array) -> bool:
+    """Whether the kernels can run on such operands: bf16, blocks of 64, groups up to 16, head_dim 64 or 128."""
+    block, (group, head_dim) = slots.shape[1] // 2, q.shape[2:]
+    return q.dtype == jnp.bfloat16 and block == _BLOCK and group <= 16 and head_dim in (64, 128)
+
+
+def slot_attention(
+    q: BFloat16[Array, "batch kv_heads group head_dim"],
+    slots: BFloat16[Array, "slots rows head_dim"],
+    slot_ids: Int[Array, "batch kv_heads width"],
+    lengths: Int[Array, "batch"],
+    *,
+    part: int = 6,
+    stages: int = 3,
+    max_ctas: int = 264,
+) -> Float[Array, "batch kv_heads group head_dim"]:
+    """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
+
+    Args:
+        part: list positions that are summed up in a row. Results of different `part` differ by rounding.
+        stages: records in a CTA's ring.
+        max_ctas: a CTA takes as many parts as it needs for the grid to be no larger, if it can.
+    """
+    batch, kv_heads, group, head_dim = q.shape
+    width = slot_ids.shape[2]
+    rows = 8 if group <= 8 else 16
+    if rows != group:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    parts = -(-width // part)
+    ctas_per_list = max(1, min(parts, max_ctas // (batch * kv_heads)))
+    parts_per_cta = -(-parts // ctas_per_list)
+    ctas_per_list = -(-parts // parts_per_cta)
+
+    def f32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
+
+    sums, peaks, totals = plgpu.kernel(
+        functools.partial(_sum_parts, part=part, parts_per_cta=parts_per_cta, stages=stages),
+        out_type=[f32(parts, head_dim, rows), f32(parts, rows), f32(parts, rows)],
+        grid=(batch, kv_heads, ctas_per_list),
+        grid_names=("lane", "head", "cta"),
+        scratch_types=[
+            plgpu.SMEM((rows, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+            plgpu.SMEM((stages, 2 * _BLOCK, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+            plgpu.SMEM((2, rows, _BLOCK), jnp.bfloat16, transforms=_SWIZZLED),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),
+        kernel_name="slot_attention_parts",
+    )(q, slots, slot_ids, lengths)
+    out = plgpu.kernel(
+        functools.partial(_add_parts, part=part),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(batch, kv_heads, head_dim // 64, rows // 8),
+        grid_names=("lane", "head", "columns", "queries"),
+        scratch_types=[plgpu.SMEM((8, 64), jnp.bfloat16, transforms=_SWIZZLED)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="slot_attention_combine",
+    )(sums, peaks, totals, slot_ids)
+    return out[:, :, :group]
+
+
+def _sum_parts(
+    q, slots, slot_ids, lengths, sums, peaks, totals, q_smem, ring, weights_smem, q_arrived, arrived, *,
+    part: int, parts_per_cta: int, stages: int,
+) -> None:  # fmt: skip
+    """The parts of one CTA: values weighted by 2^(logit - peak), the peak, the sum of the weights (logits in base 2).
+
+    Nothing is written for a part without records.
+    """
+    lane, head, cta = (lax.axis_index(name) for name in ("lane", "head", "cta"))
+    rows, head_dim = q.shape[2:]
+    width = slot_ids.shape[2]
+    scale = math.log2(math.e) / math.sqrt(head_dim)
+    wgmma = plgpu.Layout.WGMMA
+    first = cta * (parts_per_cta * part)
+    tail_rows = ((lengths[lane] - 1) & (_BLOCK - 1)) + 1
+    plgpu.copy_gmem_to_smem(q.at[lane, head], q_smem, q_arrived)
+
+    def slot_at(position: Array) -> Array:
+        """-1 beyond the end."""
+        slot = slot_ids[lane, head, jnp.minimum(position, width - 1)]
+        return jnp.where(position < width, slot, -1)
+
+    def count_part(index: Array, count: Array) -> Array:
+        # The list ends at its first -1: the count grows only as long as there is no gap.
+        for offset in range(part):
+            position = index * part + offset
+            count += ((count == position) & (slot_at(first + position) >= 0)).astype(jnp.int32)
+        return count
+
+    count = lax.fori_loop(jnp.int32(0), jnp.int32(parts_per_cta), count_part, jnp.int32(0))
+
+    def stage_of(position: Array) -> Array:
+        return lax.rem(position, jnp.int32(stages))
+
+    def issue(position: Array, slot: Array) -> None:
+        stage = stage_of(position)
+        plgpu.copy_gmem_to_smem(slots.at[slot], ring.at[stage], arrived.at[stage])
+
+    for position in range(stages - 1):
+
+        @pl.when(position < count)
+        def _(position: int = position) -> None:
+            issue(jnp.int32(position), slot_at(first + position))
+
+    plgpu.barrier_wait(q_arrived)
+
+    def step(position: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, peak, total = carry
+        stage, ahead = stage_of(position), position + (stages - 1)
+        # Read long before they are needed.
+        slot_ahead, following = slot_at(first + ahead), slot_at(first + position + 1)
+        k, v = ring.at[stage, pl.ds(0, _BLOCK)], ring.at[stage, pl.ds(_BLOCK, _BLOCK)]
+        stored = jnp.where(following < 0, tail_rows, _BLOCK)
+        plgpu.barrier_wait(arrived.at[stage])
+
+        @pl.when(stored < _BLOCK)
+        def _() -> None:
+            # 0 * NaN is NaN: the values beyond the length have to go.
+            row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK, head_dim), 0, layout=wgmma)
+            v[...] = jnp.where(row < stored, plgpu.layout_cast(v[...], wgmma), jnp.zeros((), v.dtype))
+            plgpu.commit_smem()
+
+        def scores(product) -> Array:
+            plgpu.wgmma(product, k, q_smem.transpose((1, 0)))
+            return product[...]
+
+        logits = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((_BLOCK, rows), jnp.float32))
+        row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK, rows), 0, layout=wgmma)
+        logits = jnp.where(row < stored, logits * scale, _LOWEST)
+        new_peak = jnp.maximum(peak, logits.max(axis=0))
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
+        shrink = jnp.exp2(peak - new_peak)
+        weights_t = weights_smem.at[lax.rem(position, jnp.int32(2))]
+        weights_t.transpose((1, 0))[...] = plgpu.layout_cast(
+            weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+
+        # Here all warps are done with the record before this one, which was in the stage that is filled now. For the
+        # same reason the weights alternate between two buffers.
+        @pl.when(ahead < count)
+        def _() -> None:
+            issue(ahead, slot_ahead)
+
+        def values(product) -> Array:
+            plgpu.wgmma(product, v.transpose((1, 0)), weights_t.transpose((1, 0)))
+            return product[...]
+
+        added = pl.run_scoped(values, plgpu.WGMMAAccumulatorRef((head_dim, rows), jnp.float32))
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) + added
+        total = total * lax.broadcast_in_dim(shrink, total.shape, [1]) + weights
+        return acc, new_peak, total
+
+    def one_part(index: Array, carry: None) -> None:
+        begin = index * part
+
+        @pl.when(begin < count)
+        def _() -> None:
+            init = (
+                plgpu.layout_cast(jnp.zeros((head_dim, rows), jnp.float32), wgmma),
+                plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _ROW_SUMS),
+                plgpu.layout_cast(jnp.zeros((_BLOCK, rows), jnp.float32), wgmma),
+            )
+            acc, peak, total = lax.fori_loop(begin, jnp.minimum(begin + part, count), step, init)
+            target = cta * parts_per_cta + index
+            sums[lane, head, target] = acc
+            peaks[lane, head, target] = peak
+            totals[lane, head, target] = total.sum(axis=0)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(parts_per_cta), one_part, None)
+
+
+def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, part: int) -> None:
+    """64 columns of 8 queries of one list: its parts brought to a common peak, divided by the sum of the weights.
+
+    In order, `_PARTS_AT_ONCE` loaded at a time. Zeros for a list without records.
+    """
+    lane, head, columns, queries = (lax.axis_index(name) for name in ("lane", "head", "columns", "queries"))
+    wgmma = plgpu.Layout.WGMMA
+    parts = sums.shape[2]
+    shape = (64, 8)
+    these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
+
+    def loaded(ref, where: tuple, present: Array, absent: float, layout) -> Array:
+        value = plgpu.load(ref.at[lane, head, *where], layout=layout, optimized=False)
+        return jnp.where(lax.broadcast(present, value.shape), value, absent)
+
+    def add(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, peak, total = carry
+        chunk_parts = []
+        for offset in range(min(_PARTS_AT_ONCE, parts)):
+            index = chunk * _PARTS_AT_ONCE + offset
+            inside = jnp.minimum(index, parts - 1)
+            # A part without records was not written.
+            present = (index < parts) & (slot_ids[lane, head, inside * part] >= 0)
+            chunk_parts.append(
+                (
+                    loaded(sums, (inside, these_columns, these_queries), present, 0.0, wgmma),
+                    loaded(peaks, (inside, these_queries), present, _LOWEST, _ROW_SUMS),
+                    loaded(totals, (inside, these_queries), present, 0.0, _ROW_SUMS),
+                )
+            )
+        new_peak = functools.reduce(jnp.maximum, [part_peak for _, part_peak, _ in chunk_parts], peak)
+        shrink = jnp.exp2(peak - new_peak)
+        acc *= lax.broadcast_in_dim(shrink, shape, [1])
+        total *= shrink
+        for part_sums, part_peak, part_total in chunk_parts:
+            weight = jnp.exp2(part_peak - new_peak)
+            acc += part_sums * lax.broadcast_in_dim(weight, shape, [1])
+            total += part_total * weight
+        return acc, new_peak, total
+
+    init = (
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wgmma),
+        plgpu.layout_cast(jnp.full(shape[1:], _LOWEST, jnp.float32), _ROW_SUMS),
+        plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), _ROW_SUMS),
+    )
+    acc, _, total = lax.fori_loop(jnp.int32(0), jnp.int32(-(-parts // _PARTS_AT_ONCE)), add, init)
+    result = acc / lax.broadcast_in_dim(jnp.where(total > 0, total, 1.0), shape, [1])
+    out_smem.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, out.at[lane, head, these_queries, these_columns])
+    plgpu.wait_smem_to_gmem(0)
