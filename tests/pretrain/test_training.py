@@ -16,7 +16,7 @@ from sparda_jax.forward import forward
 from sparda_jax.model import Decoder, Projections
 from sparda_jax.pretrain.attention import score_blocks
 from sparda_jax.pretrain.batches import Batch, LossWeights
-from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, Phase, Recipe, hf_config
+from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
 from sparda_jax.pretrain.routing import routing_loss, sample_queries
 from sparda_jax.pretrain.trainer import forward_logits, train
 from sparda_jax.selection import Mode, group_heads
@@ -138,8 +138,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(model: Decoder) -> None:
 
 
 def test_the_recipes_are_those_of_the_model_card() -> None:
-    millions = [sum(phase.tokens for phase in recipe.phases) for recipe in (PRETRAINING, ADAPTATION)]
-    assert millions == [580, 118]
-    assert all(65536 % phase.seq_len == 0 for recipe in (PRETRAINING, ADAPTATION) for phase in recipe.phases)
+    millions = [sum(phase.tokens for phase in recipe.phases) for recipe in (PRETRAINING, ADAPTATION, REFINEMENT)]
+    assert millions == [580, 118, 314]
+    assert all(65536 % phase.seq_len == 0 for r in (PRETRAINING, ADAPTATION, REFINEMENT) for phase in r.phases)
     halved = PRETRAINING.scaled(0.5)
     assert halved.total_steps == pytest.approx(PRETRAINING.total_steps / 2, abs=4)
