@@ -6,10 +6,10 @@ import jax
 from jaxtyping import Array, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.residency import reference
+from sparda_jax.pallas_kernels.residency import reference, triton
 from sparda_jax.pallas_kernels.residency.state import Residency
 
-_BACKENDS = {Backend.REFERENCE: reference.plan_residency}
+_BACKENDS = {Backend.REFERENCE: reference.plan_residency, Backend.TRITON: triton.plan_residency}
 
 
 def plan_residency(

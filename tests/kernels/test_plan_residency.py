@@ -194,7 +194,7 @@ class PlanResidencyCases:
 class TestPlanResidency(PlanResidencyCases):
     """On the CPU; kernels are interpreted."""
 
-    @pytest.fixture(params=["reference"])
+    @pytest.fixture(params=["reference", "triton"])
     def backend(self, request: pytest.FixtureRequest) -> str:
         """The backend under test."""
         return request.param
@@ -204,7 +204,7 @@ class TestPlanResidency(PlanResidencyCases):
 class TestPlanResidencyOnGpu(PlanResidencyCases):
     """Compiled."""
 
-    @pytest.fixture(params=["reference"])
+    @pytest.fixture(params=["reference", "triton"])
     def backend(self, request: pytest.FixtureRequest) -> str:
         """The backend under test."""
         return request.param
