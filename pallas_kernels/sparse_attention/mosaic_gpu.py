@@ -29,6 +29,9 @@ _SWIZZLED = (
     plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
+# Automatic barriers would stand around every store and copy. Only the warps' own rows of V are both read and written by
+# threads, and each buffer that wgmma or TMA has read is written again after another barrier only.
+_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def takes(q: Array, slots: Array) -> bool:
@@ -46,6 +49,7 @@ def slot_attention(
     part: int = 6,
     stages: int = 3,
     max_ctas: int = 264,
+    early_launch: bool = False,
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
 
@@ -53,6 +57,8 @@ def slot_attention(
         part: list positions that are summed up in a row. Results of different `part` differ by rounding.
         stages: records in a CTA's ring.
         max_ctas: a CTA takes as many parts as it needs for the grid to be no larger, if it can.
+        early_launch: start the CTAs of the second kernel before the first has ended; they wait for its results. Cannot
+            be interpreted.
     """
     batch, kv_heads, group, head_dim = q.shape
     width = slot_ids.shape[2]
@@ -68,7 +74,7 @@ def slot_attention(
         return jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
 
     sums, peaks, totals = plgpu.kernel(
-        functools.partial(_sum_parts, part=part, parts_per_cta=parts_per_cta, stages=stages),
+        functools.partial(_sum_parts, part=part, parts_per_cta=parts_per_cta, stages=stages, early_launch=early_launch),
         out_type=[f32(parts, head_dim, rows), f32(parts, rows), f32(parts, rows)],
         grid=(batch, kv_heads, ctas_per_list),
         grid_names=("lane", "head", "cta"),
@@ -79,16 +85,16 @@ def slot_attention(
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),
+        compiler_params=_PARAMS,
         kernel_name="slot_attention_parts",
     )(q, slots, slot_ids, lengths)
     out = plgpu.kernel(
-        functools.partial(_add_parts, part=part),
+        functools.partial(_add_parts, part=part, early_launch=early_launch),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(batch, kv_heads, head_dim // 64, rows // 8),
         grid_names=("lane", "head", "columns", "queries"),
         scratch_types=[plgpu.SMEM((8, 64), jnp.bfloat16, transforms=_SWIZZLED)],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=_PARAMS,
         kernel_name="slot_attention_combine",
     )(sums, peaks, totals, slot_ids)
     return out[:, :, :group]
@@ -96,7 +102,7 @@ def slot_attention(
 
 def _sum_parts(
     q, slots, slot_ids, lengths, sums, peaks, totals, q_smem, ring, weights_smem, q_arrived, arrived, *,
-    part: int, parts_per_cta: int, stages: int,
+    part: int, parts_per_cta: int, stages: int, early_launch: bool,
 ) -> None:  # fmt: skip
     """The parts of one CTA: values weighted by 2^(logit - peak), the peak, the sum of the weights (logits in base 2).
 
@@ -110,6 +116,8 @@ def _sum_parts(
     first = cta * (parts_per_cta * part)
     tail_rows = ((lengths[lane] - 1) & (_BLOCK - 1)) + 1
     plgpu.copy_gmem_to_smem(q.at[lane, head], q_smem, q_arrived)
+    if early_launch:
+        plgpu.griddepcontrol_launch_dependents()
 
     def slot_at(position: Array) -> Array:
         """-1 beyond the end."""
@@ -132,7 +140,7 @@ def _sum_parts(
         stage = stage_of(position)
         plgpu.copy_gmem_to_smem(slots.at[slot], ring.at[stage], arrived.at[stage])
 
-    for position in range(stages - 1):
+    for position in range(stages):
 
         @pl.when(position < count)
         def _(position: int = position) -> None:
@@ -174,7 +182,7 @@ def _sum_parts(
 
         # Here all warps are done with the record before this one, which was in the stage that is filled now. For the
         # same reason the weights alternate between two buffers.
-        @pl.when(ahead < count)
+        @pl.when((position > 0) & (ahead < count))
         def _() -> None:
             issue(ahead, slot_ahead)
 
@@ -206,7 +214,7 @@ def _sum_parts(
     lax.fori_loop(jnp.int32(0), jnp.int32(parts_per_cta), one_part, None)
 
 
-def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, part: int) -> None:
+def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, part: int, early_launch: bool) -> None:
     """64 columns of 8 queries of one list: its parts brought to a common peak, divided by the sum of the weights.
 
     In order, `_PARTS_AT_ONCE` loaded at a time. Zeros for a list without records.
@@ -215,6 +223,8 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, part: int) -> No
     wgmma = plgpu.Layout.WGMMA
     parts = sums.shape[2]
     shape = (64, 8)
+    if early_launch:
+        plgpu.griddepcontrol_wait()
     these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
 
     def loaded(ref, where: tuple, present: Array, absent: float, layout) -> Array:
