@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
+from sparda_jax.pallas_kernels.backend import H200, Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, sparse_attention_decode
 from tests.oracle.golden import load_golden
 
@@ -213,6 +213,12 @@ class TestCompiled(DecodeAttention):
     geometries = (MINICPM, *GEOMETRIES[1:])
     lanes = 20
 
+    @pytest.fixture(params=list(Backend))
+    def backend(self, request: pytest.FixtureRequest) -> Backend:
+        if request.param is Backend.MOSAIC_GPU and jax.devices()[0].compute_capability != "9.0":
+            pytest.skip("Mosaic kernels need a Hopper GPU")
+        return request.param
+
 
 @functools.cache
 def float32_case() -> Case:
@@ -226,6 +232,33 @@ def test_float32(backend: Backend | None):
         *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
     )
     np.testing.assert_allclose(np.asarray(found), attention_float64(case), rtol=0, atol=1e-5)
+
+
+def test_what_the_hopper_kernels_take():
+    """On other operands the rule falls back to Triton, and naming the backend is an error."""
+    shapes = {"q": (1, 2, 16, 128), "slots": (4, 2 * BLOCK, 128), "slot_ids": (1, 2, 8), "lengths": (1,)}
+
+    def trace(changed: dict[str, tuple[int, ...]], dtype: type = BF16, backend: str | None = None) -> str:
+        arguments = [
+            jax.ShapeDtypeStruct(shape, dtype if name in ("q", "slots") else np.int32)
+            for name, shape in (shapes | changed).items()
+        ]
+        with jax.sharding.use_abstract_mesh(H200):
+            return str(jax.make_jaxpr(functools.partial(sparse_attention_decode, backend=backend))(*arguments))
+
+    assert "mpmd_map" in trace({})
+    group, head_dim, block = (1, 2, 17, 128), (1, 2, 16, 256), (4, BLOCK, 128)
+    for changed, dtype in (
+        ({}, np.float32),
+        ({"q": group}, BF16),
+        ({"q": head_dim, "slots": (4, 2 * BLOCK, 256)}, BF16),
+        ({"slots": block}, BF16),
+    ):
+        program = trace(changed, dtype)
+        assert "pallas_call" in program
+        assert "mpmd_map" not in program
+        with pytest.raises(ValueError, match="does not take these operands: use one of reference, triton"):
+            trace(changed, dtype, "mosaic_gpu")
 
 
 @pytest.mark.parametrize(
