@@ -26,7 +26,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """SparDA on JAX: convert a checkpoint, serve it, or train the small bundled model."""
+    """SparDA on JAX: convert a checkpoint, serve it, train the small bundled model, or measure."""
 
 
 def _run(command: str, arguments: list[str]) -> None:
@@ -51,3 +51,9 @@ def serve(ctx: typer.Context) -> None:
 def pretrain(ctx: typer.Context) -> None:
     """Train the small bundled model from scratch."""
     _run("pretrain", ctx.args)
+
+
+@app.command("bench", add_help_option=False, context_settings=_PASS_ON)
+def bench(ctx: typer.Context) -> None:
+    """Measure the kernels on this machine's GPU."""
+    _run("bench", ctx.args)
