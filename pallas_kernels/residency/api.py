@@ -6,10 +6,14 @@ import jax
 from jaxtyping import Array, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.residency import reference, triton
+from sparda_jax.pallas_kernels.residency import mosaic_gpu, reference, triton
 from sparda_jax.pallas_kernels.residency.state import Residency
 
-_BACKENDS = {Backend.REFERENCE: reference.plan_residency, Backend.TRITON: triton.plan_residency}
+_BACKENDS = {
+    Backend.REFERENCE: reference.plan_residency,
+    Backend.TRITON: triton.plan_residency,
+    Backend.MOSAIC_GPU: mosaic_gpu.plan_residency,
+}
 
 
 def plan_residency(
@@ -45,9 +49,11 @@ def plan_residency(
         none get slot id -1 and no copy, and nothing else happens to them.
 
     Raises:
-        ValueError: the backend is unknown.
+        ValueError: the backend is unknown, or does not take these tables: the Mosaic kernel wants the number of blocks,
+            the number of slots and the width to be multiples of 4.
     """
-    chosen = choose_backend(backend, "residency", available=tuple(_BACKENDS))
+    unavailable = set() if mosaic_gpu.takes(state, wanted.shape[2]) else {Backend.MOSAIC_GPU}
+    chosen = choose_backend(backend, "residency", available=_BACKENDS.keys() - unavailable)
     return _jitted(state, wanted, block_table, query_block, written, backend=chosen)
 
 
