@@ -4,7 +4,7 @@ VENV_PYTHON := .venv/bin/python
 ARGS ?=
 export PYTHON
 
-.PHONY: help serve test test-full test-gpu lint format lock clean
+.PHONY: help serve test test-full test-gpu sanitize bench lint format lock clean
 
 help: ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -23,6 +23,15 @@ test-gpu: ## The tests marked gpu, on this machine's NVIDIA GPU
 	@bash scripts/setup.sh serve
 	@bash scripts/setup.sh dev
 	$(VENV_PYTHON) -m pytest --gpu --durations=15 $(ARGS)
+
+sanitize: ## The kernels' GPU tests under NVIDIA's compute-sanitizer: memcheck, then racecheck
+	@bash scripts/setup.sh serve
+	@bash scripts/setup.sh dev
+	bash scripts/sanitize.sh $(ARGS)
+
+bench: ## Time the kernels on this machine's NVIDIA GPU: make bench ARGS="--json FILE"
+	@bash scripts/setup.sh serve
+	$(VENV_PYTHON) -m sparda_jax.bench kernels $(ARGS)
 
 lint: ## Set up and run ruff and pyright
 	@bash scripts/setup.sh dev

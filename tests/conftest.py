@@ -1,5 +1,6 @@
 """Options and fixed conditions for the whole test run: CPU unless --gpu is given, reproducible property tests."""
 
+import importlib.util
 import os
 
 # The workers of pytest-xdist inherit it. They share the cores, and BLAS threads wait for each other by spinning.
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import settings
 
 # In tests the annotated shapes and dtypes of the operations are checked on every call. This must precede their import.
-jaxtyping.install_import_hook("sparda_jax.pallas_kernels", "beartype.beartype")
+# Only a GPU machine that the project was not set up on may be without beartype: the dev packages hold it.
+if importlib.util.find_spec("beartype") is not None:
+    jaxtyping.install_import_hook("sparda_jax.pallas_kernels", "beartype.beartype")
 
 settings.register_profile("sparda", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("sparda")

@@ -112,3 +112,34 @@ def test_without_a_driver_it_is_the_cpu(machine: Path) -> None:
     assert setup(machine, "accelerator").stdout.strip() == "base"
     executable(machine / "bin" / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     assert setup(machine, "accelerator").stdout.strip() == "base"
+
+
+def sanitize(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "sanitize.sh"), *arguments],
+        env={"PATH": str(machine / "bin"), "HOME": str(machine / "home"), "CUDA_HOME": str(machine / "cuda")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_both_sanitizers_run_with_allocations_of_their_own(machine: Path) -> None:
+    tool = machine / "cuda" / "bin" / "compute-sanitizer"
+    executable(tool, 'echo "$XLA_PYTHON_CLIENT_ALLOCATOR" "$@"')
+    first, second = sanitize(machine).stdout.splitlines()
+    assert first.startswith("platform --tool memcheck")
+    assert second.startswith("platform --tool racecheck")
+    assert first.endswith("-m pytest --gpu -p no:cacheprovider tests/kernels")
+    assert sanitize(machine, "-k", "fetch").stdout.splitlines()[1].endswith(" -k fetch")
+
+
+def test_finding_of_a_sanitizer_is_a_failure(machine: Path) -> None:
+    executable(machine / "cuda" / "bin" / "compute-sanitizer", "exit 99")
+    assert sanitize(machine).returncode == 99
+
+
+def test_missing_sanitizer_is_named(machine: Path) -> None:
+    done = sanitize(machine)
+    assert done.returncode == 1
+    assert "compute-sanitizer is not here: install the CUDA toolkit" in done.stderr

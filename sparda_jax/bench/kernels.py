@@ -77,7 +77,7 @@ def _selection_and_plan(scorer: Scorer, *, reference: Mapping[int, float], targe
     )
 
 
-# Microseconds, or GB/s for the copies. The reference is the published PyTorch code with its own kernels, on the same H200.
+# Microseconds, or GB/s for the copies. The reference is the published PyTorch code with its kernels, on the same H200.
 BENCHMARKS = {
     "select forecast": _selection(Scorer.FORECAST, reference={1: 23, 16: 187}, target={}),
     "select infllm": _selection(Scorer.INFLLM, reference={1: 290, 16: 376}, target={}),
