@@ -10,11 +10,13 @@ The products have their operands swapped, so that a group of 16 queries fills th
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
@@ -49,6 +51,7 @@ def slot_attention(
     part: int = 6,
     stages: int = 3,
     max_ctas: int = 264,
+    max_cluster: int = 0,
     early_launch: bool = False,
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
@@ -57,6 +60,7 @@ def slot_attention(
         part: list positions that are summed up in a row. Results of different `part` differ by rounding.
         stages: records in a CTA's ring.
         max_ctas: a CTA takes as many parts as it needs for the grid to be no larger, if it can.
+        max_cluster: if a list has no more CTAs than this, they form a cluster and add the parts themselves.
         early_launch: start the CTAs of the second kernel before the first has ended; they wait for its results. Cannot
             be interpreted.
     """
@@ -73,23 +77,42 @@ def slot_attention(
     def f32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
 
+    partials = [f32(parts, head_dim, rows), f32(parts, rows), f32(parts, rows)]
+    scratch = [
+        plgpu.SMEM((rows, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+        plgpu.SMEM((stages, 2 * _BLOCK, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+        plgpu.SMEM((2, rows, _BLOCK), jnp.bfloat16, transforms=_SWIZZLED),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=stages),
+    ]
+    if ctas_per_list <= max_cluster:
+        out, *_ = plgpu.kernel(
+            functools.partial(_sum_and_add_parts, part=part, parts_per_cta=parts_per_cta, stages=stages),
+            out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), *partials],
+            grid=(batch, kv_heads),
+            grid_names=("lane", "head"),
+            cluster=(ctas_per_list,),
+            cluster_names=("cta",),
+            scratch_types=[
+                *scratch,
+                plgpu.SMEM((8, 64), jnp.bfloat16, transforms=_SWIZZLED),
+                plgpu.ClusterBarrier(collective_axes=("cta",)),
+            ],
+            compiler_params=_PARAMS,
+            kernel_name="slot_attention_cluster",
+        )(q, slots, slot_ids, lengths)
+        return out[:, :, :group]
     sums, peaks, totals = plgpu.kernel(
         functools.partial(_sum_parts, part=part, parts_per_cta=parts_per_cta, stages=stages, early_launch=early_launch),
-        out_type=[f32(parts, head_dim, rows), f32(parts, rows), f32(parts, rows)],
+        out_type=partials,
         grid=(batch, kv_heads, ctas_per_list),
         grid_names=("lane", "head", "cta"),
-        scratch_types=[
-            plgpu.SMEM((rows, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
-            plgpu.SMEM((stages, 2 * _BLOCK, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
-            plgpu.SMEM((2, rows, _BLOCK), jnp.bfloat16, transforms=_SWIZZLED),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=stages),
-        ],
+        scratch_types=scratch,
         compiler_params=_PARAMS,
         kernel_name="slot_attention_parts",
     )(q, slots, slot_ids, lengths)
     out = plgpu.kernel(
-        functools.partial(_add_parts, part=part, early_launch=early_launch),
+        functools.partial(_add_parts_alone, part=part, early_launch=early_launch),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(batch, kv_heads, head_dim // 64, rows // 8),
         grid_names=("lane", "head", "columns", "queries"),
@@ -214,17 +237,57 @@ def _sum_parts(
     lax.fori_loop(jnp.int32(0), jnp.int32(parts_per_cta), one_part, None)
 
 
-def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, part: int, early_launch: bool) -> None:
+def _sum_and_add_parts(
+    q, slots, slot_ids, lengths, out, sums, peaks, totals,
+    q_smem, ring, weights_smem, q_arrived, arrived, out_smem, all_summed, *,
+    part: int, parts_per_cta: int, stages: int,
+) -> None:  # fmt: skip
+    """The parts of one list by a cluster of CTAs, which exchange them through the L2 cache."""
+    _sum_parts(
+        q, slots, slot_ids, lengths, sums, peaks, totals, q_smem, ring, weights_smem, q_arrived, arrived,
+        part=part, parts_per_cta=parts_per_cta, stages=stages, early_launch=False,
+    )  # fmt: skip
+    cta = lax.axis_index("cta")
+    # An arrival releases what its own thread wrote, and only within the CTA.
+    _fence()
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(all_summed)
+    plgpu.barrier_wait(all_summed)
+    _fence()
+    column_tiles = q.shape[3] // 64
+    tiles, ctas = column_tiles * (q.shape[2] // 8), lax.axis_size("cta")
+    for first in range(0, tiles, ctas):
+        tile = first + cta
+
+        @pl.when(tile < tiles)
+        def _(tile: Array = tile) -> None:
+            columns, queries = lax.rem(tile, jnp.int32(column_tiles)), lax.div(tile, jnp.int32(column_tiles))
+            _add_parts(sums, peaks, totals, slot_ids, out, out_smem, columns, queries, part=part)
+
+
+def _emit_fence(_) -> None:
+    utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+
+
+_fence: Callable[..., None] = plgpu.inline_mgpu()(_emit_fence)
+
+
+def _add_parts_alone(sums, peaks, totals, slot_ids, out, out_smem, *, part: int, early_launch: bool) -> None:
+    if early_launch:
+        plgpu.griddepcontrol_wait()
+    columns, queries = lax.axis_index("columns"), lax.axis_index("queries")
+    _add_parts(sums, peaks, totals, slot_ids, out, out_smem, columns, queries, part=part)
+
+
+def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, columns: Array, queries: Array, *, part: int) -> None:
     """64 columns of 8 queries of one list: its parts brought to a common peak, divided by the sum of the weights.
 
     In order, `_PARTS_AT_ONCE` loaded at a time. Zeros for a list without records.
     """
-    lane, head, columns, queries = (lax.axis_index(name) for name in ("lane", "head", "columns", "queries"))
+    lane, head = lax.axis_index("lane"), lax.axis_index("head")
     wgmma = plgpu.Layout.WGMMA
     parts = sums.shape[2]
     shape = (64, 8)
-    if early_launch:
-        plgpu.griddepcontrol_wait()
     these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
 
     def loaded(ref, where: tuple, present: Array, absent: float, layout) -> Array:

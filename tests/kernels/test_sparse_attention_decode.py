@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sparda_jax.pallas_kernels.backend import H200, Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, sparse_attention_decode
@@ -32,7 +33,7 @@ class Geometry:
 
 # The second width is no multiple of the kernels' groups of list positions, the last is that of MiniCPM4.1.
 GEOMETRIES = (
-    Geometry(kv_heads=2, group=16, head_dim=128, width=8),
+    Geometry(kv_heads=1, group=16, head_dim=128, width=8),
     Geometry(kv_heads=1, group=1, head_dim=64, width=13),
     Geometry(kv_heads=2, group=5, head_dim=128, width=8),
 )
@@ -86,11 +87,13 @@ def attention_float64(case: Case) -> np.ndarray:
     return out
 
 
+def arrays(case: Case) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths))
+
+
 def run(case: Case, backend: Backend) -> np.ndarray:
     with mosaic_interpreter() if backend is Backend.MOSAIC_GPU else contextlib.nullcontext():
-        out = sparse_attention_decode(
-            *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
-        )
+        out = sparse_attention_decode(*arrays(case), backend=backend)
         out = jax.block_until_ready(out)
     assert out.dtype == case.q.dtype
     return np.asarray(out)
@@ -188,22 +191,19 @@ class TestInterpreted(DecodeAttention):
     """On the CPU: the reference as it is, the kernels interpreted."""
 
     def test_ctas_do_not_change_the_bits(self):
-        """One CTA for a list of five parts, and three CTAs, the last of which has one part only."""
+        """Five parts: all by one CTA; by three CTAs, the last of which has one part; by three CTAs in a cluster."""
         g = Geometry(kv_heads=1, group=8, head_dim=64, width=9)
         case = make_case(np.random.default_rng(8), g, [9, 4], [570, 200])
-        with mosaic_interpreter():
-            one, three = (
-                np.asarray(
-                    mosaic_gpu.slot_attention(
-                        *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)),
-                        part=2,
-                        max_ctas=max_ctas,
-                    )
-                )
-                for max_ctas in (1, 6)
+        # The interpreter leaves out the memory fences between the CTAs of a cluster.
+        params = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+        with mosaic_interpreter(), plgpu.force_gpu_interpret_mode(params):
+            one, three, cluster = (
+                np.asarray(mosaic_gpu.slot_attention(*arrays(case), part=2, max_ctas=max_ctas, max_cluster=max_cluster))
+                for max_ctas, max_cluster in ((2, 0), (6, 0), (6, 3))
             )
         assert_close(one, case)
         np.testing.assert_array_equal(one, three)
+        np.testing.assert_array_equal(one, cluster)
 
 
 @pytest.mark.gpu
@@ -219,6 +219,27 @@ class TestCompiled(DecodeAttention):
             pytest.skip("Mosaic kernels need a Hopper GPU")
         return request.param
 
+    @pytest.mark.parametrize(
+        "variant",
+        [
+            {"max_ctas": 64},
+            {"max_ctas": 396, "stages": 2},
+            {"max_cluster": 8},
+            {"early_launch": True},
+        ],
+        ids=str,
+    )
+    def test_launches_do_not_change_the_bits(self, variant: dict):
+        """How the parts are spread over CTAs and when the second kernel starts, on 16 ragged lists."""
+        if jax.devices()[0].compute_capability != "9.0":
+            pytest.skip("Mosaic kernels need a Hopper GPU")
+        counts = [MINICPM.width] * 14 + [50, 0]
+        case = make_case(np.random.default_rng(9), MINICPM, counts, [*range(6081, 6095), 3200, 0])
+        plain = np.asarray(mosaic_gpu.slot_attention(*arrays(case)))
+        assert_close(plain, case)
+        for _ in range(20):
+            np.testing.assert_array_equal(np.asarray(mosaic_gpu.slot_attention(*arrays(case), **variant)), plain)
+
 
 @functools.cache
 def float32_case() -> Case:
@@ -228,9 +249,7 @@ def float32_case() -> Case:
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.TRITON, None])
 def test_float32(backend: Backend | None):
     case = float32_case()
-    found = sparse_attention_decode(
-        *(jnp.asarray(x) for x in (case.q, case.slots, case.slot_ids, case.lengths)), backend=backend
-    )
+    found = sparse_attention_decode(*arrays(case), backend=backend)
     np.testing.assert_allclose(np.asarray(found), attention_float64(case), rtol=0, atol=1e-5)
 
 
