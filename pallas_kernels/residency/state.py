@@ -1,12 +1,15 @@
 """The tables that say which block of which lane lies in which HBM slot."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
+# JAX also makes trees of this class whose leaves are no arrays (shardings, avals): the annotations can't be enforced.
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residency:

@@ -26,7 +26,7 @@ def plan_residency(
     query_block: jax.Array,
     written: jax.Array,
     *,
-    chunk: int = 128,
+    chunk: int = 64,
     num_warps: int = 8,
 ) -> tuple[Residency, jax.Array, jax.Array]:
     """See `sparda_jax.pallas_kernels.residency.plan_residency`.

@@ -12,6 +12,7 @@ import pytest
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.record_copy import fetch_records, pack_plan, unpack_plan, write_back_records
 from sparda_jax.pallas_kernels.record_copy.mosaic_gpu import copy_records as copy_with_ring
+from tests.h200.harness import Compiled, compile_for_h200, needs_compiler, pinned_host
 
 GARBAGE = np.array([2**31 - 1, -(2**31), -1, 10**6], np.int64)
 """What pairs beyond a count hold in these tests: followed, each of them would leave the arrays."""
@@ -176,6 +177,43 @@ class TestCopyRecordsOnGpu(CopyRecordsCases):
     def pool_memory(self) -> str:
         """Where a pool lies in use."""
         return "pinned_host"
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", [Backend.TRITON, Backend.MOSAIC_GPU])
+class TestCompiledForH200:
+    """What can be said without a GPU: both directions are in place, and nothing is copied beside the records."""
+
+    segments, width = 32, 96
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A plan, a pool and slots."""
+        plan = jnp.zeros(self.segments * (1 + 2 * self.width), jnp.int32)
+        return plan, pinned_host((512, 128, 128), jnp.bfloat16), jnp.zeros((256, 128, 128), jnp.bfloat16)
+
+    def check(self, compiled: Compiled) -> None:
+        """One kernel, no spilled registers, no copy."""
+        assert compiled.copies(1) == []
+        assert compiled.memory_stats.temp_size_in_bytes < 1024
+        assert compiled.memory_stats.host_temp_size_in_bytes == 0
+        assert len(compiled.kernels) == 1
+        assert compiled.kernels[0].spilled == 0
+
+    def test_fetch(self, backend: str) -> None:
+        """The slots' memory is the result's."""
+        plan, pool, slots = self.arrays()
+        fetch = functools.partial(fetch_records, segments=self.segments, backend=backend)
+        compiled = compile_for_h200(fetch, plan, pool, slots, donate_argnums=2)
+        self.check(compiled)
+        assert compiled.memory_stats.alias_size_in_bytes == slots.nbytes
+
+    def test_write_back(self, backend: str) -> None:
+        """The pool's memory is the result's, and stays on the host."""
+        plan, pool, slots = self.arrays()
+        write_back = functools.partial(write_back_records, segments=self.segments, backend=backend)
+        compiled = compile_for_h200(write_back, plan, slots, pool, donate_argnums=2)
+        self.check(compiled)
+        assert compiled.memory_stats.host_alias_size_in_bytes == pool.nbytes
 
 
 def test_plan_layout() -> None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.record_copy import unpack_plan
 from sparda_jax.pallas_kernels.residency import empty_residency, plan_residency
+from tests.h200.harness import compile_for_h200, needs_compiler
 from tests.kernels.clock_oracle import Clock
 
 
@@ -223,6 +226,29 @@ class TestPlanResidencyOnGpu(PlanResidencyCases):
     def steps(self) -> int:
         """Hundreds."""
         return 200
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", [Backend.TRITON, Backend.MOSAIC_GPU])
+def test_compiled_for_h200(backend: str) -> None:
+    """The tables are updated in place by one kernel that spills no registers."""
+    batch, kv_heads, width, max_blocks, count = 16, 2, 96, 2048, 160
+    state = empty_residency(
+        base=jnp.arange(batch) * count,
+        count=jnp.full(batch, count),
+        kv_heads=kv_heads,
+        max_blocks=max_blocks,
+        num_slots=batch * count,
+    )
+    wanted = jnp.zeros((batch, kv_heads, width), jnp.int32)
+    table, lanes = jnp.zeros((batch, max_blocks), jnp.int32), jnp.zeros(batch, jnp.int32)
+    plan = functools.partial(plan_residency, backend=backend)
+    compiled = compile_for_h200(plan, state, wanted, table, lanes, lanes, donate_argnums=0)
+    tables = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert compiled.memory_stats.alias_size_in_bytes == tables
+    assert compiled.memory_stats.temp_size_in_bytes < 1024
+    assert compiled.copies(1) == []
+    assert [kernel.spilled for kernel in compiled.kernels] == [0]
 
 
 @pytest.mark.parametrize(
