@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.block_selection import reference, triton
+from sparda_jax.pallas_kernels.block_selection import mosaic_gpu, reference, triton
 from sparda_jax.pallas_kernels.block_selection.reference import Scorer
 
 
@@ -45,14 +45,18 @@ def select_blocks_decode(
         its own queries makes a sequence's choice unspecified, though still one of distinct ids up to its own block.
 
     Raises:
-        ValueError: FORECAST with several queries per KV head, or an unknown backend.
+        ValueError: FORECAST with several queries per KV head; a backend that is unknown or doesn't take the operands.
     """
     if scorer is Scorer.FORECAST and queries.shape[2] != 1:
         raise ValueError(f"scorer=forecast takes one query per KV head, not a group of {queries.shape[2]}: use infllm.")
-    chosen = choose_backend(backend, "block_selection", available=(Backend.REFERENCE, Backend.TRITON))
+    available = [Backend.REFERENCE, Backend.TRITON]
+    if mosaic_gpu.takes(queries, pages, scorer=scorer, width=width):
+        available.append(Backend.MOSAIC_GPU)
+    chosen = choose_backend(backend, "block_selection", available=available)
     limits = {"init_blocks": init_blocks, "local_blocks": local_blocks, "width": width}
     if chosen is Backend.REFERENCE:
         scores = reference.block_scores_decode(queries, pages, block_table, visible, scorer=scorer)
         return reference.choose_blocks_decode(scores, query_block, num_selected, **limits)
-    parts = triton.score_pages(queries, pages, block_table, visible, scorer=scorer)
-    return triton.top_blocks(parts, visible, query_block, num_selected, **limits)
+    kernels = triton if chosen is Backend.TRITON else mosaic_gpu
+    parts = kernels.score_pages(queries, pages, block_table, visible, scorer=scorer)
+    return kernels.top_blocks(parts, visible, query_block, num_selected, **limits)

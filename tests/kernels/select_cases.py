@@ -29,14 +29,14 @@ class Geometry:
 
 GEOMETRIES = (
     Geometry(group=16, head_dim=128, blocks=40, width=12),
-    Geometry(group=1, head_dim=64, kv_heads=1, blocks=33, width=6, init_blocks=0),
-    Geometry(group=5, head_dim=64, blocks=128, width=96, local_blocks=33),
-    Geometry(group=8, head_dim=128, blocks=9, width=16, dtype="float32", init_blocks=2, local_blocks=1),
+    Geometry(group=1, head_dim=64, kv_heads=1, blocks=33, width=8, init_blocks=0),
+    Geometry(group=8, head_dim=64, blocks=128, width=96, local_blocks=33),
+    Geometry(group=5, head_dim=128, blocks=9, width=16, dtype="float32", init_blocks=2, local_blocks=1),
 )
 # MiniCPM4.1 at 128K tokens, and one that fills no tile; only for a GPU.
 LONG = (
     Geometry(group=16, head_dim=128, blocks=2048, width=96, local_blocks=33),
-    Geometry(group=4, head_dim=64, blocks=2051, width=128, local_blocks=8),
+    Geometry(group=8, head_dim=64, blocks=2051, width=128, local_blocks=8),
 )
 
 
@@ -130,9 +130,22 @@ def exact_choice(
     return found
 
 
-def joined_parts(parts: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Block scores from what a score kernel leaves: [batch, kv_heads, 2, blocks] -> [batch, kv_heads, blocks]."""
+def joined_parts(parts: np.ndarray, visible: np.ndarray, blocks: int, backend: str) -> np.ndarray:
+    """Block scores [batch, kv_heads, blocks] from what a backend's score kernel leaves."""
+    own, entry = parts[:, :, 0], parts[:, :, 1]
+    if backend == "mosaic_gpu":
+        own, entry = own[..., 32 : 32 + blocks], entry[..., 31 : 31 + blocks]
     pages_seen = np.where(visible > 0, visible // 4 + 1, 0)
-    parts = np.where(np.arange(parts.shape[-1]) < pages_seen[:, None, None, None], parts, -np.inf)
-    after = np.pad(parts[:, :, 1, 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-np.inf)
-    return np.maximum(parts[:, :, 0], after)
+    unseen = np.arange(blocks) >= pages_seen[:, None, None]
+    own, entry = (np.where(unseen, -np.inf, part) for part in (own, entry))
+    return np.maximum(own, np.pad(entry[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-np.inf))
+
+
+def split_parts(scores: np.ndarray, backend: str) -> np.ndarray:
+    """What a backend's top-k expects where each block's score comes from its own page; unseen places are NaN."""
+    parts = np.stack([scores, np.full(scores.shape, -np.inf, np.float32)], axis=2)
+    if backend == "mosaic_gpu":
+        padded = 32 + 1024 * -(-scores.shape[-1] // 1024)
+        rest = padded - 32 - scores.shape[-1]
+        parts = np.pad(parts, ((0, 0), (0, 0), (0, 0), (32, rest)), constant_values=np.nan)
+    return parts
