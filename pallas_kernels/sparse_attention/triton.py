@@ -130,7 +130,8 @@ def _add_parts(sums, peaks, totals, out_ref, *, parts: int) -> None:
     at_once = min(_PARTS_AT_ONCE, pl.next_power_of_2(parts))
     chunks = []
     for start in range(0, parts, at_once):
-        these = pl.ds(start, at_once)
+        # A constant start would be refused where the last chunk reaches beyond the parts; the mask deals with that.
+        these = pl.ds(jnp.int32(start), at_once)
         inside = start + jnp.arange(at_once) < parts
         peak = plgpu.load(peaks.at[lane, head, these, query], mask=inside, other=-jnp.inf)
         chunks.append((these, inside, peak))

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 from dataclasses import dataclass
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sparda_jax.pallas_kernels.backend import H200, Backend, mosaic_interpreter
-from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, sparse_attention_decode
+from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, sparse_attention_decode, triton
 from tests.oracle.golden import load_golden
 
 BLOCK = 64
@@ -85,6 +86,12 @@ def attention_float64(case: Case) -> np.ndarray:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         out[b, h] = weights @ v / weights.sum(-1, keepdims=True)
     return out
+
+
+def skip_without_hopper() -> None:
+    """On a GPU that can't run Mosaic kernels; on a CPU they are interpreted."""
+    if jax.default_backend() == "gpu" and jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("Mosaic kernels need a Hopper GPU")
 
 
 def arrays(case: Case) -> tuple[jax.Array, ...]:
@@ -170,6 +177,17 @@ class DecodeAttention:
         found, expected = run(case, backend).astype(np.float64), attention_float64(case)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
+    @pytest.mark.parametrize("kernels", [triton, mosaic_gpu], ids=["triton", "mosaic_gpu"])
+    def test_more_parts_than_are_added_at_once(self, kernels: ModuleType):
+        """As in lists of several hundred records: 37 parts, of which the last two are empty."""
+        if kernels is mosaic_gpu:
+            skip_without_hopper()
+        g = Geometry(kv_heads=1, group=2, head_dim=64, width=37)
+        case = make_case(np.random.default_rng(10), g, [35], [3000])
+        with mosaic_interpreter() if kernels is mosaic_gpu else contextlib.nullcontext():
+            found = np.asarray(kernels.slot_attention(*arrays(case), part=1))
+        assert_close(found, case)
+
     def test_golden(self, backend: Backend):
         """Dense over the first 2043 of 2048 keys, against the reference's own kernel."""
         step = load_golden("decode")
@@ -215,8 +233,8 @@ class TestCompiled(DecodeAttention):
 
     @pytest.fixture(params=list(Backend))
     def backend(self, request: pytest.FixtureRequest) -> Backend:
-        if request.param is Backend.MOSAIC_GPU and jax.devices()[0].compute_capability != "9.0":
-            pytest.skip("Mosaic kernels need a Hopper GPU")
+        if request.param is Backend.MOSAIC_GPU:
+            skip_without_hopper()
         return request.param
 
     @pytest.mark.parametrize(
@@ -231,8 +249,7 @@ class TestCompiled(DecodeAttention):
     )
     def test_launches_do_not_change_the_bits(self, variant: dict):
         """How the parts are spread over CTAs and when the second kernel starts, on 16 ragged lists."""
-        if jax.devices()[0].compute_capability != "9.0":
-            pytest.skip("Mosaic kernels need a Hopper GPU")
+        skip_without_hopper()
         counts = [MINICPM.width] * 14 + [50, 0]
         case = make_case(np.random.default_rng(9), MINICPM, counts, [*range(6081, 6095), 3200, 0])
         plain = np.asarray(mosaic_gpu.slot_attention(*arrays(case)))
