@@ -12,7 +12,7 @@ from sparda_jax.pallas_kernels.record_copy.plan import plan_width, unpack_plan
 from sparda_jax.pallas_kernels.record_copy.reference import copy_in_turn
 
 _RECORD, _SLOT = 0, 1
-_KERNELS = {Backend.TRITON: triton.copy_records, Backend.MOSAIC_GPU: mosaic_gpu.copy_records}
+_KERNELS = {Backend.TRITON: triton, Backend.MOSAIC_GPU: mosaic_gpu}
 
 
 def fetch_records(
@@ -37,7 +37,8 @@ def fetch_records(
         backend: a name of `Backend`; None takes the best one for the device.
 
     Raises:
-        ValueError: the plan's size, the record shapes or the dtypes don't fit each other, or the backend is unknown.
+        ValueError: the plan's size, the record shapes or the dtypes don't fit each other, or the backend is unknown or
+            does not take records of this shape.
     """
     return _copy(plan, pool, slots, segments=segments, direction=(_RECORD, _SLOT), backend=backend)
 
@@ -68,7 +69,8 @@ def _copy(
             f"pool and slots must hold equal records: from {source.dtype}{list(source.shape[1:])} "
             f"to {destination.dtype}{list(destination.shape[1:])}."
         )
-    chosen = choose_backend(backend, "record_copy", available=(Backend.REFERENCE, *_KERNELS))
+    kernels = [name for name, module in _KERNELS.items() if module.takes(source)]
+    chosen = choose_backend(backend, "record_copy", available=[Backend.REFERENCE, *kernels])
     return _jitted(plan, source, destination, segments=segments, direction=direction, backend=chosen)
 
 
@@ -80,7 +82,7 @@ def _jitted(
     if backend == Backend.REFERENCE:
         counts, pairs = unpack_plan(plan, segments)
         return copy_in_turn(counts, pairs[..., direction[0]], pairs[..., direction[1]], source, destination)
-    copied = _KERNELS[backend](
+    copied = _KERNELS[backend].copy_records(
         plan, host_as_device(source), host_as_device(destination), segments=segments, direction=direction
     )
     on_host = jax.typeof(destination).memory_space == jax.memory.Space.Host

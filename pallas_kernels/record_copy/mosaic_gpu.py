@@ -4,9 +4,8 @@ A CTA takes every ``ctas``-th copy of the plan, counted over all segments, so th
 A record goes through shared memory in one stage of the ring: TMA load, barrier, TMA store. All loops end where the
 counts say.
 
-The counts come to shared memory once. A pair is read from the plan one turn of the loop before it is used, since a
-scalar load from global memory takes about as long as an eighth of a record's transfer and would otherwise stall the
-ring.
+The counts come to shared memory once. A pair is read from the plan one turn of the loop before it is used: a scalar
+load from global memory takes about 0.6 us, for which the ring would otherwise stand still at every record.
 """
 
 import functools
@@ -21,10 +20,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sparda_jax.pallas_kernels.record_copy.plan import plan_width
 
-_COUNTS_PER_COPY = 256
+_BOX = 256
 """A TMA copy has at most 256 elements in each dimension."""
 _RING_BYTES = 196_608
 """Shared memory for records: six stages of 32 KB leave enough of 227 KB for the counts."""
+
+
+def takes(records: jax.Array) -> bool:
+    """Whether the kernel takes such records: rows of a multiple of 16 bytes, within one TMA copy and a stage."""
+    rows, head_dim = records.shape[1:]
+    row_bytes = head_dim * records.dtype.itemsize
+    return max(rows, head_dim) <= _BOX and row_bytes % 16 == 0 and rows * row_bytes <= _RING_BYTES
 
 
 def copy_records(
@@ -99,8 +105,8 @@ def _copy_body(
     storing,
     counts_size,
 ):
-    for start in range(0, counts_size, _COUNTS_PER_COPY):
-        piece = pl.ds(start, min(_COUNTS_PER_COPY, counts_size - start))
+    for start in range(0, counts_size, _BOX):
+        piece = pl.ds(start, min(_BOX, counts_size - start))
         plgpu.copy_gmem_to_smem(plan.at[piece], counts.at[piece], counts_arrived)
         plgpu.barrier_wait(counts_arrived)
 

@@ -16,6 +16,11 @@ from sparda_jax.pallas_kernels.backend import interpreting
 from sparda_jax.pallas_kernels.record_copy.plan import plan_width
 
 
+def takes(records: jax.Array) -> bool:
+    """Whether the kernel takes such records: Triton knows powers of two only."""
+    return all(size == pl.next_power_of_2(size) for size in records.shape[1:])
+
+
 def copy_records(
     plan: jax.Array,
     source: jax.Array,

@@ -234,3 +234,6 @@ def test_what_does_not_fit_is_refused() -> None:
         fetch_records(plan, pool, slots, segments=4)
     with pytest.raises(ValueError, match="pool and slots must hold equal records"):
         fetch_records(plan, pool, slots.astype(jnp.float32), segments=3)
+    for backend, head_dim in ((Backend.TRITON, 48), (Backend.MOSAIC_GPU, 4)):
+        with pytest.raises(ValueError, match="does not take these operands"):
+            fetch_records(plan, pool[..., :head_dim], slots[..., :head_dim], segments=3, backend=backend)
