@@ -108,7 +108,7 @@ def compile_for_h200(
         options = xc.CompileOptions()
         options.num_replicas = options.num_partitions = 1
         options.device_assignment = xc.DeviceAssignment.create(np.array([[0]]))
-        overrides = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*", **(flags or {})}
+        overrides = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx", **(flags or {})}
         options.env_option_overrides = list(overrides.items())
         executable = device.client.compile(
             module,
