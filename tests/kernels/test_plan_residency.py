@@ -60,6 +60,7 @@ class Simulation:
     def step(self, wanted: list[list[list[int]]], query_block: list[int], written: list[int]) -> np.ndarray:
         """Takes one step, compares everything with the clocks, and returns the number of copies [batch, kv_heads]."""
         g = self.geometry
+        before = np.array(self.state.slot_of_block)
         padded = np.full((g.batch, g.kv_heads, g.width), -1, np.int32)
         for b, heads in enumerate(wanted):
             for h, blocks in enumerate(heads):
@@ -84,8 +85,20 @@ class Simulation:
                     (self.table[b, block] * g.kv_heads + h, self._global_id(b, h, slot)) for block, slot in copies
                 ]
                 assert [tuple(pair) for pair in pairs[segment, : counts[segment]]] == expected
+                self._check_invariants(before[b, h], slot_ids[b, h], blocks, written[b])
+                tail = self.table[b, query_block[b]] * g.kv_heads + h
+                assert query_block[b] < 0 or tail not in pairs[segment, : counts[segment], 0]
         self._compare_tables()
         return counts.reshape(g.batch, g.kv_heads)
+
+    def _check_invariants(self, before: np.ndarray, slot_ids: np.ndarray, wanted: list[int], written: int) -> None:
+        """What holds whatever the clock says: kept blocks keep their slots, and no two wanted blocks share one."""
+        slots = slot_ids[slot_ids >= 0]
+        assert len(set(slots.tolist())) == len(slots)
+        for block, slot in enumerate(before):
+            if slot >= 0 and (block >= written or block in wanted):
+                assert block not in wanted or slot_ids[wanted.index(block)] == slot
+                assert slot not in slots or block in wanted
 
     def _global_id(self, lane: int, head: int, slot: int) -> int:
         return (self.geometry.ranges[lane][0] + slot) * self.geometry.kv_heads + head
