@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,9 @@ def measure(name: str, backend: Backend, size: Size, settings: Mapping[str, Any]
     """One row. A kernel that does not compile or run gives a row that says so, so that the others are still timed."""
     benchmark = BENCHMARKS[name]
     expected = size.context == CONTEXT
+    if backend is Backend.REFERENCE:
+        # XLA takes long over many calls of it.
+        size = dataclasses.replace(size, calls=16)
     value = error = None
     try:
         with _defaults(_kernel_modules(benchmark, backend), settings):
@@ -201,8 +205,15 @@ def _parse_sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _kernel_modules(benchmark: Benchmark, backend: Backend) -> list[ModuleType]:
-    names = [f"sparda_jax.pallas_kernels.{operation}.{backend}" for operation in benchmark.operations]
-    return [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
+    """The modules of a backend's kernels: ``mosaic_gpu.py``, and all ``mosaic_*.py`` where there are several."""
+    prefix, _, _ = backend.partition("_")
+    packages = [importlib.import_module(f"sparda_jax.pallas_kernels.{name}") for name in benchmark.operations]
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in packages
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.startswith(prefix)
+    ]
 
 
 def _tunable(modules: Sequence[ModuleType], key: str) -> Iterator[tuple[dict[str, Any], str]]:
