@@ -57,15 +57,14 @@ def _sort_key(scores: Array) -> Array:
 def _threshold(key: Array, count: Array) -> Array:
     """The largest t that at least ``count`` keys reach, or any that exactly so many are above, two bits a step."""
 
-    def total(flags: Array) -> Array:
-        return jnp.sum(jnp.sum(flags, axis=0), axis=0)
-
     def two_bits(state):
         step, threshold, _ = state
         unit = jnp.int32(1) << (30 - 2 * step)
         at_least = [(key >= threshold + i * unit).astype(jnp.int32) for i in (1, 2, 3)]
-        packed = total(at_least[0] | (at_least[1] << 16))
-        reached = (packed & 0xFFFF, packed >> 16, total(at_least[2]))
+        # One exchange between the warps for all three counts: a lane counts at most one key per word.
+        lanes = jnp.sum(at_least[0] | (at_least[1] << 10) | (at_least[2] << 20), axis=0)
+        outer = jnp.sum((lanes & 1023) | ((lanes >> 20) << 16), axis=0)
+        reached = (outer & 0xFFFF, jnp.sum((lanes >> 10) & 1023, axis=0), outer >> 16)
         exact = sum((n == count).astype(jnp.int32) for n in reached)
         return step + 1, threshold + unit * sum((n >= count).astype(jnp.int32) for n in reached), exact
 
@@ -87,11 +86,14 @@ def top_blocks(
     """The selected block ids from `mosaic_gpu.score_pages`: ascending, -1 at the end; exact, ties to the lowest id.
 
     Raises:
-        ValueError: ``width`` is not a multiple of 4, the unit of a copy to global memory.
+        ValueError: ``width`` is not a multiple of 4, the unit of a copy to global memory; or there are more blocks than
+            the counters hold.
     """
     if width % 4:
         raise ValueError(f"width={width} is not a multiple of 4: round it up, or use backend=triton.")
     batch, kv_heads, _, padded = parts.shape
+    if padded > WORD * 1024:
+        raise ValueError(f"{padded - WORD} blocks are too many: at most {WORD * 1023}, or use backend=triton.")
     words, places = padded // WORD - 1, 64 * pl.cdiv(width, 64)
     tiles = range(pl.cdiv(words, 64))
 

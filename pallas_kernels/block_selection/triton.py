@@ -132,12 +132,15 @@ def _softmax_pieces(queries, pages, block_table, visible, *, tile: int, num_warp
             physical = plgpu.load(table_ref.at[b, lax.div(row, 4)], mask=seen, other=0)
             d, head = jnp.arange(head_dim)[None], jnp.arange(columns)
             rows = physical[:, None], lax.rem(row, 4)[:, None]
+            q = [
+                plgpu.load(q_ref.at[b, h, head[:, None], d], mask=(head < group)[:, None], other=0)
+                for h in range(kv_heads)
+            ]
             keys = [
                 plgpu.load(pages_ref.at[rows[0], h, rows[1], d], mask=seen[:, None], other=0) for h in range(kv_heads)
             ]
             for h in range(kv_heads):
-                q = plgpu.load(q_ref.at[b, h, head[:, None], d], mask=(head < group)[:, None], other=0)
-                logits = plgpu.dot(keys[h], q, trans_b=True, precision=lax.Precision.HIGHEST)
+                logits = plgpu.dot(keys[h], q[h], trans_b=True, precision=lax.Precision.HIGHEST)
                 logits = jnp.where(seen[:, None], logits * (1 / math.sqrt(head_dim)), -jnp.inf)
                 peak = jnp.max(logits, axis=0)
                 # A tile whose logits are all -inf has weights of zero.
