@@ -160,3 +160,15 @@ def test_commands_are_listed() -> None:
         [sys.executable, "-m", "sparda_jax.bench", "kernels", "--help"], capture_output=True, check=True, text=True
     )
     assert {"--batch", "--context", "--filter", "--sweep", "--json"} <= set(re.findall(r"--[a-z]+", done.stdout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "backend"), [row for row in bench._chosen([""]) if row[1] is not Backend.REFERENCE])
+def test_kernels_are_timed_on_a_gpu(name: str, backend: Backend) -> None:
+    """Mosaic's are for Hopper. No kernel is faster than the memory that it reads."""
+    row = bench.measure(name, backend, Size(batch=2, context=bench.CONTEXT), {})
+    assert row.error is None
+    if row.floor is not None:
+        ratio = row.times(row.floor)
+        assert ratio is not None
+        assert ratio > 0.7
