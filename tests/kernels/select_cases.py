@@ -107,7 +107,9 @@ def exact_scores(case: Case) -> tuple[np.ndarray, np.ndarray]:
         size = np.abs(keys) @ np.abs(case.queries[b, h]).astype(np.float64).T
         if case.scorer is Scorer.INFLLM and len(keys):
             weights = np.exp((logits - logits.max(axis=0)) / np.sqrt(g.head_dim))
-            logits = size = weights / weights.sum(axis=0)
+            logits = weights / weights.sum(axis=0)
+            # float32 rounds a logit relative to its size, and a weight relative to that.
+            size = logits * np.maximum(size / np.sqrt(g.head_dim) / 10, 1)
         for window, (score, bound) in enumerate(zip(logits.sum(axis=1), size.sum(axis=1), strict=True)):
             for block in {(window + 1) // 4, window // 4}:
                 scores[b, h, block] = max(scores[b, h, block], score)
