@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import mosaic_interpreter
+from sparda_jax.pallas_kernels.block_selection.kernel_parts import pages_seen
 from sparda_jax.pallas_kernels.block_selection.mosaic_top_blocks import WORD, num_words, top_blocks
 from sparda_jax.pallas_kernels.block_selection.reference import Scorer
 
@@ -58,10 +59,6 @@ def _pool_layout(tile: int):
     """Every warp has all pages of a tile, one a lane, and its entries in registers."""
     lanes = (-2,) if tile == 32 else (-2, plgpu.Replicated(32 // tile))
     return plgpu.Layout.TILED(plgpu.Tiling(((tile, 4),)), (plgpu.Replicated(4),), lanes, -1)
-
-
-def _pages_seen(visible: Array, blocks: int) -> Array:
-    return jnp.where(visible > 0, jnp.minimum(lax.div(visible, 4) + 1, blocks), 0)
 
 
 def _seen(page: Array, column: Array, visible: Array) -> Array:
@@ -121,12 +118,12 @@ def _forecast_parts(queries, pages, block_table, visible, *, tile: int) -> Array
     def body(q_ref, pages_ref, table_ref, visible_ref, parts_ref, scores_s):
         b, first = lax.axis_index("b"), lax.axis_index("t") * tile
         visible = visible_ref[b]
-        pages_seen = _pages_seen(visible, blocks)
+        seen_pages = pages_seen(visible, blocks)
 
-        @pl.when(first < pages_seen)
+        @pl.when(first < seen_pages)
         def _():
             # All pages are requested before any is used: bytes in flight are what this kernel lives on.
-            physical = [table_ref[b, jnp.minimum(first + i, pages_seen - 1)] for i in range(tile)]
+            physical = [table_ref[b, jnp.minimum(first + i, seen_pages - 1)] for i in range(tile)]
             keys = [plgpu.load(pages_ref.at[page], layout=layout, optimized=False) for page in physical]
             row = plgpu.broadcasted_iota(jnp.int32, (rows, head_dim), 0, layout=layout)
             q = jnp.zeros((), jnp.float32)
@@ -167,13 +164,13 @@ def _softmax_pieces(queries, pages, block_table, visible, *, tile: int) -> tuple
     def body(q_ref, pages_ref, table_ref, visible_ref, weights_ref, stats_ref, q_s, keys_s, arrived):
         b, t = lax.axis_index("b"), lax.axis_index("t")
         first, visible = t * tile, visible_ref[b]
-        pages_seen = _pages_seen(visible, blocks)
+        seen_pages = pages_seen(visible, blocks)
 
-        @pl.when(first < pages_seen)
+        @pl.when(first < seen_pages)
         def _():
             plgpu.copy_gmem_to_smem(q_ref.at[b], q_s, arrived)
             for i in range(tile):
-                page = table_ref[b, jnp.minimum(first + i, pages_seen - 1)]
+                page = table_ref[b, jnp.minimum(first + i, seen_pages - 1)]
                 plgpu.copy_gmem_to_smem(pages_ref.at[page], keys_s.at[pl.ds(i * page_rows, page_rows)], arrived)
             plgpu.barrier_wait(arrived)
 
@@ -234,11 +231,11 @@ def _pooled_parts(weights, stats, visible, *, blocks: int, tile: int) -> Array:
     def body(weights_ref, stats_ref, visible_ref, parts_ref):
         b, first = lax.axis_index("b"), lax.axis_index("t") * 64
         visible = visible_ref[b]
-        pages_seen = _pages_seen(visible, blocks)
+        seen_pages = pages_seen(visible, blocks)
 
-        @pl.when(first < pages_seen)
+        @pl.when(first < seen_pages)
         def _():
-            used = plgpu.broadcasted_iota(jnp.int32, (all_tiles, group), 0, layout=_MATRIX) * tile < pages_seen
+            used = plgpu.broadcasted_iota(jnp.int32, (all_tiles, group), 0, layout=_MATRIX) * tile < seen_pages
             row = plgpu.broadcasted_iota(jnp.int32, (64, group), 0, layout=_MATRIX)
             page = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=_MATRIX.reduce(1)) + first
             for h in range(kv_heads):

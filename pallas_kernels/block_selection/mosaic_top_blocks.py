@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import mosaic_interpreter
+from sparda_jax.pallas_kernels.block_selection.kernel_parts import FORCED_KEY, LOWEST_KEY, pages_seen, sort_key
 
 WORD = 32
-_LOWEST, _INFINITY = -(2**31), 0x7F800000
 
 # A score a lane and a word a warp at a time: loads are coalesced, and a count is an addition per word and one exchange.
 _WORDS = plgpu.Layout.TILED(plgpu.Tiling(((4, WORD), (1,))), (-3,), (-2,), -1)
@@ -46,14 +46,6 @@ def _nth_bit(word: Array, n: Array) -> Array:
     return position
 
 
-def _sort_key(scores: Array) -> Array:
-    """int32 in the order of the float32 scores, for which -0 is 0 and NaN and +inf are the largest finite number."""
-    largest = jnp.finfo(jnp.float32).max
-    scores = jnp.where(scores <= largest, scores, largest)
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
 def _threshold(key: Array, count: Array) -> Array:
     """The largest t that at least ``count`` keys reach, or any that exactly so many are above, two bits a step."""
 
@@ -68,7 +60,7 @@ def _threshold(key: Array, count: Array) -> Array:
         exact = sum((n == count).astype(jnp.int32) for n in reached)
         return step + 1, threshold + unit * sum((n >= count).astype(jnp.int32) for n in reached), exact
 
-    start = (jnp.int32(0), jnp.int32(_LOWEST), jnp.int32(0))
+    start = (jnp.int32(0), jnp.int32(LOWEST_KEY), jnp.int32(0))
     _, threshold, exact = lax.while_loop(lambda state: (state[0] < 16) & (state[2] == 0), two_bits, start)
     return threshold - (exact > 0).astype(jnp.int32)
 
@@ -101,7 +93,7 @@ def top_blocks(
         above_s, equal_s, counts_s, sums_s, word_s, first_s, end_s, ids_s = scratch
         b, h = lax.axis_index("b"), lax.axis_index("h")
         visible = visible_ref[b]
-        pages_seen = jnp.where(visible > 0, lax.div(visible, 4) + 1, 0)
+        seen_pages = pages_seen(visible, WORD * words)
         query_block = query_block_ref[b]
         count = jnp.maximum(jnp.minimum(jnp.minimum(num_selected_ref[b], width), query_block + 1), 0)
 
@@ -110,10 +102,10 @@ def top_blocks(
         own, after = (
             plgpu.load(parts_ref.at[b, h, part, pl.ds(1, words)], layout=_WORDS, optimized=False) for part in (0, 1)
         )
-        own = jnp.where(ids < pages_seen, own, -jnp.inf)
-        key = _sort_key(jnp.maximum(own, jnp.where(ids + 1 < pages_seen, after, -jnp.inf)))
+        own = jnp.where(ids < seen_pages, own, -jnp.inf)
+        key = sort_key(jnp.maximum(own, jnp.where(ids + 1 < seen_pages, after, -jnp.inf)))
         forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
-        key = jnp.where(ids <= query_block, jnp.where(forced, _INFINITY, key), _LOWEST)
+        key = jnp.where(ids <= query_block, jnp.where(forced, FORCED_KEY, key), LOWEST_KEY)
         threshold = _threshold(key, count)
         above_s[...] = jnp.sum((key > threshold).astype(jnp.int32) << lane, axis=1)
         equal_s[...] = jnp.sum((key == threshold).astype(jnp.int32) << lane, axis=1)

@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import interpreting
+from sparda_jax.pallas_kernels.block_selection.kernel_parts import FORCED_KEY, LOWEST_KEY, pages_seen, sort_key
 from sparda_jax.pallas_kernels.block_selection.reference import Scorer
 
 # Bytes of compressed keys that one program reads: about what its registers hold, and enough in flight on every SM.
@@ -28,11 +29,6 @@ def _call(kernel, *, grid: tuple[int, ...], out_shape, num_warps: int, num_stage
         interpret=interpreting(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
-
-
-def _pages_seen(visible: Array, blocks: int) -> Array:
-    """How many pages of a sequence hold a visible window."""
-    return jnp.where(visible > 0, jnp.minimum(lax.div(visible, 4) + 1, blocks), 0)
 
 
 def _windows_seen(page: Array, visible: Array) -> Array:
@@ -84,11 +80,11 @@ def _forecast_parts(queries, pages, block_table, visible, *, tile: int, num_warp
         b = pl.program_id(1)
         visible = visible_ref[b]
         page = pl.program_id(0) * tile + jnp.arange(tile)
-        pages_seen = _pages_seen(visible, blocks)
+        seen_pages = pages_seen(visible, blocks)
 
-        @pl.when(pl.program_id(0) * tile < pages_seen)
+        @pl.when(pl.program_id(0) * tile < seen_pages)
         def _():
-            seen = page < pages_seen
+            seen = page < seen_pages
             physical = plgpu.load(table_ref.at[b, page], mask=seen, other=0)
             windows = _windows_seen(page, visible)
             q = [q_ref[b, h, 0, :].astype(jnp.float32) for h in range(kv_heads)]
@@ -124,7 +120,7 @@ def _softmax_pieces(queries, pages, block_table, visible, *, tile: int, num_warp
         b, t = pl.program_id(1), pl.program_id(0)
         visible = visible_ref[b]
 
-        @pl.when(t * tile < _pages_seen(visible, blocks))
+        @pl.when(t * tile < pages_seen(visible, blocks))
         def _():
             row = 4 * t * tile + jnp.arange(4 * tile)
             window = row - 1
@@ -171,19 +167,19 @@ def _pooled_parts(weights, stats, visible, *, tile: int, pool_pages: int, num_wa
     def kernel(weights_ref, stats_ref, visible_ref, parts_ref):
         b, h = pl.program_id(2), pl.program_id(1)
         visible = visible_ref[b]
-        pages_seen = _pages_seen(visible, blocks)
+        seen_pages = pages_seen(visible, blocks)
         page = pl.program_id(0) * pool_pages + jnp.arange(pool_pages)
 
-        @pl.when(pl.program_id(0) * pool_pages < pages_seen)
+        @pl.when(pl.program_id(0) * pool_pages < seen_pages)
         def _():
-            seen, windows, head = page < pages_seen, _windows_seen(page, visible), jnp.arange(columns)
+            seen, windows, head = page < seen_pages, _windows_seen(page, visible), jnp.arange(columns)
             entry = jnp.arange(4)[None, :, None]
             kept = windows[:, :, None] & (head < group)[None, None]
             scaled = plgpu.load(
                 weights_ref.at[b, h, 4 * page[:, None, None] + entry, head[None, None]], mask=kept, other=0
             )
             t = jnp.arange(all_tiles)
-            used = (t * tile < pages_seen)[:, None] & (head < group)[None]
+            used = (t * tile < seen_pages)[:, None] & (head < group)[None]
             peaks = plgpu.load(stats_ref.at[b, h, t[:, None], 0, head[None]], mask=used, other=-jnp.inf)
             totals = plgpu.load(stats_ref.at[b, h, t[:, None], 1, head[None]], mask=used, other=0)
             peak = jnp.max(peaks, axis=0)
@@ -201,14 +197,6 @@ def _pooled_parts(weights, stats, visible, *, tile: int, pool_pages: int, num_wa
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, 2, blocks), jnp.float32),
         num_warps=num_warps,
     )(weights, stats, visible)
-
-
-def _sort_key(scores: Array) -> Array:
-    """int32 in the order of the float32 scores, for which -0 is 0 and NaN and +inf are the largest finite number."""
-    largest = jnp.finfo(jnp.float32).max
-    scores = jnp.where(scores <= largest, scores, largest)
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def top_blocks(
@@ -229,18 +217,17 @@ def top_blocks(
     """
     batch, kv_heads, _, blocks = parts.shape
     places = pl.next_power_of_2(width)
-    lowest, forced_key = -(2**31), 0x7F800000
 
     def kernel(parts_ref, visible_ref, query_block_ref, num_selected_ref, ids_ref):
         b, h = pl.program_id(1), pl.program_id(0)
-        pages_seen, query_block = _pages_seen(visible_ref[b], blocks), jnp.minimum(query_block_ref[b], blocks - 1)
+        seen_pages, query_block = pages_seen(visible_ref[b], blocks), jnp.minimum(query_block_ref[b], blocks - 1)
         count = jnp.maximum(jnp.minimum(jnp.minimum(num_selected_ref[b], width), query_block + 1), 0)
         ids = jnp.arange(pl.next_power_of_2(blocks))
-        own = plgpu.load(parts_ref.at[b, h, 0, ids], mask=ids < pages_seen, other=-jnp.inf)
-        after = plgpu.load(parts_ref.at[b, h, 1, ids + 1], mask=ids + 1 < pages_seen, other=-jnp.inf)
+        own = plgpu.load(parts_ref.at[b, h, 0, ids], mask=ids < seen_pages, other=-jnp.inf)
+        after = plgpu.load(parts_ref.at[b, h, 1, ids + 1], mask=ids + 1 < seen_pages, other=-jnp.inf)
         forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
-        key = jnp.where(forced, forced_key, _sort_key(jnp.maximum(own, after)))
-        key = jnp.where(ids <= query_block, key, lowest)
+        key = jnp.where(forced, FORCED_KEY, sort_key(jnp.maximum(own, after)))
+        key = jnp.where(ids <= query_block, key, LOWEST_KEY)
 
         def unsettled(state):
             step, _, exact = state
@@ -257,7 +244,7 @@ def top_blocks(
             exact = sum((n == count).astype(jnp.int32) for n in reached)
             return step + 1, threshold + unit * sum((n >= count).astype(jnp.int32) for n in reached), exact
 
-        _, threshold, exact = lax.while_loop(unsettled, two_bits, (jnp.int32(0), jnp.int32(lowest), jnp.int32(0)))
+        _, threshold, exact = lax.while_loop(unsettled, two_bits, (jnp.int32(0), jnp.int32(LOWEST_KEY), jnp.int32(0)))
         threshold -= (exact > 0).astype(jnp.int32)
         above, equal = (key > threshold).astype(jnp.int32), (key == threshold).astype(jnp.int32)
         ties = count - jnp.sum(above)
