@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -77,24 +78,25 @@ def test_table_shows_a_failure_and_why(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_plan_chain_misses_ten_blocks_a_call() -> None:
-    chain = cases.plan(SMALL, lambda state, **own: plan_residency(state, backend="reference", **own))
-    run = jax.jit(chain.calls)
-    state, _ = run(chain.state, chain.shared, chain.inputs)
-    _, outputs = run(state, chain.shared, chain.inputs)
-    for slot_ids, plan in outputs:
+    chain = cases.plan(SMALL, partial(plan_residency, backend="reference"))
+    # After one round every slot is in use.
+    state, _ = jax.jit(chain.calls)(chain.state, chain.shared, chain.inputs)
+    step = jax.jit(chain.step)
+    for own in chain.inputs:
+        state, (slot_ids, plan) = step(state, chain.shared, own)
         counts, _ = unpack_plan(plan, SMALL.segments)
         np.testing.assert_array_equal(counts, cases.MISSES)
         assert np.all(np.asarray(slot_ids) >= 0)
 
 
 def test_calls_read_different_pages_and_records() -> None:
-    calls = cases._selection_inputs(SMALL, bench.Scorer.FORECAST)
+    _, calls = cases._selection_operands(SMALL, bench.Scorer.FORECAST)
     tables = [np.asarray(own["block_table"]).ravel() for own in calls[:4]]
     assert len(np.unique(np.concatenate(tables))) == 4 * SMALL.batch * SMALL.blocks
     attention = cases.attention(SMALL, lambda **own: own["q"])
-    lists = [np.asarray(own["slot_ids"]).ravel() for own in attention.inputs[:4]]
+    lists = [np.asarray(ids).ravel() for ids in attention.inputs[:4]]
     assert len(np.unique(np.concatenate(lists))) == 4 * SMALL.segments * cases.WIDTH
-    assert np.concatenate(lists).max() < attention.shared.shape[0]
+    assert np.concatenate(lists).max() < attention.shared["slots"].shape[0]
 
 
 @pytest.mark.parametrize("name", ["select+plan forecast", "attention", "write back"])
@@ -165,10 +167,7 @@ def test_commands_are_listed() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "backend"), [row for row in bench._chosen([""]) if row[1] is not Backend.REFERENCE])
 def test_kernels_are_timed_on_a_gpu(name: str, backend: Backend) -> None:
-    """Mosaic's are for Hopper. No kernel is faster than the memory that it reads."""
+    """Mosaic's are for Hopper. That it runs is tested, how fast is the benchmark's to say."""
     row = bench.measure(name, backend, Size(batch=2, context=bench.CONTEXT), {})
     assert row.error is None
-    if row.floor is not None:
-        ratio = row.times(row.floor)
-        assert ratio is not None
-        assert ratio > 0.7
+    assert row.value is not None

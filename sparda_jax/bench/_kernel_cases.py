@@ -39,12 +39,14 @@ class Size:
         batch: sequences, all of the same length.
         context: tokens of a sequence.
         calls: calls of a chain; so many that a block which leaves the wanted list has lost its slot when it returns.
+        inputs: how many different parts of the pool the calls read in turn.
         pool_bytes: of the arrays that the calls choose their own parts of; several times an L2 of 60 MB.
     """
 
     batch: int
     context: int
     calls: int = 40
+    inputs: int = 20
     pool_bytes: int = 1 << 29
 
     def __post_init__(self) -> None:
@@ -89,53 +91,58 @@ class Size:
 def selection(size: Size, scorer: Scorer, select: Callable[..., jax.Array]) -> Chain:
     """Calls of ``select(queries, pages, block_table, visible, query_block, num_selected)``."""
 
-    def step(state: Any, pages: jax.Array, own: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-        return state, select(pages=pages, **own)
+    def step(state: Any, shared: dict[str, jax.Array], own: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
+        return state, select(**shared, **own)
 
-    return Chain(step=step, state=(), shared=_pages(size), inputs=_selection_inputs(size, scorer))
+    shared, inputs = _selection_operands(size, scorer)
+    return Chain(step=step, state=(), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
 def plan(size: Size, plan_residency: Callable[..., Any]) -> Chain:
     """Calls of ``plan_residency(state, wanted, block_table, query_block, written)``, 10 misses each."""
 
-    def step(residency: Residency, _: Any, own: dict[str, jax.Array]) -> tuple[Residency, Any]:
-        residency, *rest = plan_residency(residency, **own)
+    def step(residency: Residency, shared: dict[str, jax.Array], wanted: jax.Array) -> tuple[Residency, Any]:
+        residency, *rest = plan_residency(residency, wanted, **shared)
         return residency, rest
 
-    return Chain(step=step, state=_residency(size), shared=(), inputs=_plan_inputs(size))
+    shared, inputs = _plan_operands(size)
+    return Chain(step=step, state=_residency(size), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
 def selection_and_plan(
     size: Size, scorer: Scorer, select: Callable[..., Any], plan_residency: Callable[..., Any]
 ) -> Chain:
     """Both in turn. The plan takes prepared lists, so that its misses are known, once the selection is there."""
-    inputs = [*zip(_selection_inputs(size, scorer), _plan_inputs(size), strict=True)]
+    for_selection, selections = _selection_operands(size, scorer)
+    for_plan, lists = _plan_operands(size)
+    inputs = [(selections[call % len(selections)], wanted) for call, wanted in enumerate(lists)]
 
-    def step(residency: Residency, pages: jax.Array, own: Any) -> tuple[Residency, Any]:
-        for_plan, ids = jax.lax.optimization_barrier((own[1], select(pages=pages, **own[0])))
-        residency, *rest = plan_residency(residency, **for_plan)
+    def step(residency: Residency, shared: Any, own: Any) -> tuple[Residency, Any]:
+        for_selection, for_plan = shared
+        wanted, ids = jax.lax.optimization_barrier((own[1], select(**for_selection, **own[0])))
+        residency, *rest = plan_residency(residency, wanted, **for_plan)
         return residency, (ids, rest)
 
-    return Chain(step=step, state=_residency(size), shared=_pages(size), inputs=inputs)
+    shared = (for_selection, for_plan)
+    return Chain(step=step, state=_residency(size), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
 def attention(size: Size, attend: Callable[..., jax.Array]) -> Chain:
     """Calls of ``attend(q, slots, slot_ids, lengths)`` over 96 records."""
     needed = size.segments * WIDTH
     count = max(4 * needed, size.pool_bytes // RECORD_BYTES)
-    lengths = jnp.full((size.batch,), size.context, jnp.int32)
+    lists = _parts(np.random.default_rng(1), count, needed)
+    inputs = [jnp.asarray(next(lists).reshape(size.batch, KV_HEADS, WIDTH)) for _ in range(size.inputs)]
+    shared = {
+        "q": _normal(1, (size.batch, KV_HEADS, GROUP, HEAD_DIM)),
+        "slots": _normal(0, (count, *RECORD)),
+        "lengths": jnp.full((size.batch,), size.context, jnp.int32),
+    }
 
-    def inputs() -> Iterator[dict[str, jax.Array]]:
-        lists = _parts(np.random.default_rng(1), count, needed)
-        for call in range(size.calls):
-            q = _normal(call, (size.batch, KV_HEADS, GROUP, HEAD_DIM))
-            ids = next(lists).reshape(size.batch, KV_HEADS, WIDTH)
-            yield {"q": q, "slot_ids": jnp.asarray(ids), "lengths": lengths}
+    def step(state: Any, shared: dict[str, jax.Array], slot_ids: jax.Array) -> tuple[Any, jax.Array]:
+        return state, attend(slot_ids=slot_ids, **shared)
 
-    def step(state: Any, slots: jax.Array, own: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-        return state, attend(slots=slots, **own)
-
-    return Chain(step=step, state=(), shared=_normal(0, (count, *RECORD)), inputs=[*inputs()])
+    return Chain(step=step, state=(), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
 def fetch(size: Size, copy: Callable[..., jax.Array]) -> Chain:
@@ -145,7 +152,7 @@ def fetch(size: Size, copy: Callable[..., jax.Array]) -> Chain:
     def step(slots: jax.Array, pool: jax.Array, own: jax.Array) -> tuple[jax.Array, Any]:
         return copy(own, pool, slots), ()
 
-    return Chain(step=step, state=slots, shared=pool, inputs=inputs)
+    return Chain(step=step, state=slots, shared=pool, inputs=inputs, num_calls=size.calls)
 
 
 def write_back(size: Size, copy: Callable[..., jax.Array]) -> Chain:
@@ -155,7 +162,7 @@ def write_back(size: Size, copy: Callable[..., jax.Array]) -> Chain:
     def step(pool: jax.Array, slots: jax.Array, own: jax.Array) -> tuple[jax.Array, Any]:
         return copy(own, slots, pool), ()
 
-    return Chain(step=step, state=pool, shared=slots, inputs=inputs)
+    return Chain(step=step, state=pool, shared=slots, inputs=inputs, num_calls=size.calls)
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -177,25 +184,22 @@ def _num_pages(size: Size) -> int:
     return max(4 * size.batch * size.blocks, size.pool_bytes // PAGE_BYTES)
 
 
-def _pages(size: Size) -> jax.Array:
-    return _normal(0, (_num_pages(size), KV_HEADS, 4, HEAD_DIM))
-
-
-def _selection_inputs(size: Size, scorer: Scorer) -> list[dict[str, jax.Array]]:
+def _selection_operands(size: Size, scorer: Scorer) -> tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]:
+    """What all calls share, and each call's queries and table of pages."""
     group = 1 if scorer is Scorer.FORECAST else GROUP
     tables = _parts(np.random.default_rng(1), _num_pages(size), size.batch * size.blocks)
-    constant = {
+    shared = {
+        "pages": _normal(0, (_num_pages(size), KV_HEADS, 4, HEAD_DIM)),
         "visible": jnp.full((size.batch,), size.visible, jnp.int32),
         "query_block": _query_block(size),
         "num_selected": jnp.full((size.batch,), WIDTH, jnp.int32),
     }
-    return [
+    return shared, [
         {
             "queries": _normal(call, (size.batch, KV_HEADS, group, HEAD_DIM)),
             "block_table": jnp.asarray(next(tables).reshape(size.batch, size.blocks)),
-            **constant,
         }
-        for call in range(size.calls)
+        for call in range(size.inputs)
     ]
 
 
@@ -210,8 +214,11 @@ def _residency(size: Size) -> Residency:
     )
 
 
-def _plan_inputs(size: Size) -> list[dict[str, jax.Array]]:
-    """Steps in a circle: the blocks that are not forced are a window that moves over a ring by 10 blocks a step."""
+def _plan_operands(size: Size) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    """What all steps share, and each step's wanted list.
+
+    The steps go in a circle: the blocks that are not forced are a window that moves over a ring by 10 blocks a step.
+    """
     rng = np.random.default_rng(2)
     last = size.blocks - 1
     forced = [*range(INIT_BLOCKS), *range(last - LOCAL_BLOCKS, last + 1)]
@@ -224,18 +231,10 @@ def _plan_inputs(size: Size) -> list[dict[str, jax.Array]]:
         return np.sort(np.concatenate([forced, window]))
 
     query_block = _query_block(size)
-    return [
-        {
-            "wanted": jnp.asarray(np.stack([wanted(ring, call) for ring in rings]), jnp.int32).reshape(
-                size.batch, KV_HEADS, WIDTH
-            ),
-            "block_table": table,
-            "query_block": query_block,
-            # Everything before the tail is in the host pool.
-            "written": query_block,
-        }
-        for call in range(size.calls)
-    ]
+    # Everything before the tail is in the host pool.
+    shared = {"block_table": table, "query_block": query_block, "written": query_block}
+    lists = [np.stack([wanted(ring, call) for ring in rings]) for call in range(size.calls)]
+    return shared, [jnp.asarray(ids.reshape(size.batch, KV_HEADS, WIDTH), jnp.int32) for ids in lists]
 
 
 def _copy_operands(size: Size) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
@@ -251,4 +250,4 @@ def _copy_operands(size: Size) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
 
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     pool = jax.device_put(_normal(0, (records, *RECORD)), host)
-    return pool, _normal(1, (slots, *RECORD)), [plan() for _ in range(size.calls)]
+    return pool, _normal(1, (slots, *RECORD)), [plan() for _ in range(size.inputs)]

@@ -11,7 +11,7 @@ from sparda_jax.pallas_kernels.backend import Backend
 from tests.h200.harness import compile_for_h200, needs_compiler
 
 pytestmark = needs_compiler
-SIZE = Size(batch=1, context=64 * 256, calls=16, pool_bytes=1 << 20)
+SIZE = Size(batch=1, context=64 * 256, calls=16, inputs=5, pool_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
