@@ -25,6 +25,8 @@ from sparda_jax.pallas_kernels.residency.state import Residency
 
 _BOX = 256
 """A TMA copy has at most 256 elements in each dimension."""
+_ALIGNED = 4
+"""A TMA copy starts and ends at multiples of 16 bytes within a row, or the GPU stops with an illegal instruction."""
 _WANTED = 1 << 30
 """Added to the slot id of a wanted block in the CTA's copy of slot_of_block."""
 _UNROLL = 4
@@ -33,7 +35,8 @@ _UNROLL = 4
 def takes(state: Residency, width: int) -> bool:
     """Whether the kernel takes these tables: TMA wants rows of a multiple of 16 bytes, and shared memory is limited."""
     blocks, slots = state.slot_of_block.shape[2], state.block_of_slot.shape[1]
-    return blocks % 4 == 0 and slots % 4 == 0 and width % 4 == 0 and width <= _BOX and blocks <= 16_384
+    aligned = all(size % _ALIGNED == 0 for size in (blocks, slots, width))
+    return aligned and width <= _BOX and blocks <= 16_384
 
 
 def plan_residency(
@@ -166,9 +169,9 @@ def _plan_body(
         position, found, chances, last, copies = state
         around = start_of_hand + position
         offset = jnp.where(around >= count, around - count, around)
-        length = jnp.minimum(chunk, jnp.minimum(count - position, count - offset))
-        start = jnp.minimum(base + offset, slots - chunk)
+        start = jnp.minimum((base + offset) & -_ALIGNED, slots - chunk)
         shift = base + offset - start
+        length = jnp.minimum(chunk - shift, jnp.minimum(count - position, count - offset))
         # Threads that are behind may still read the chunk before.
         plgpu.commit_smem()
         plgpu.copy_gmem_to_smem(block_of_slot.at[head, pl.ds(start, chunk)], chunk_blocks, chunk_here)

@@ -4,15 +4,17 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # pyright: ignore[reportPrivateImportUsage]
 
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.record_copy import unpack_plan
-from sparda_jax.pallas_kernels.residency import empty_residency, plan_residency
+from sparda_jax.pallas_kernels.residency import empty_residency, mosaic_gpu, plan_residency, triton
 from tests.h200.harness import compile_for_h200, needs_compiler
 from tests.kernels.clock_oracle import Clock
 
@@ -43,7 +45,8 @@ class Simulation:
     """Tables on the backend under test and clocks beside them, taken through the same steps."""
 
     def __init__(self, geometry: Geometry, backend: str, seed: int) -> None:
-        self.geometry, self.backend = geometry, backend
+        self.geometry = geometry
+        self.plan = functools.partial(plan_residency, backend=backend)
         self.rng = np.random.default_rng(seed)
         base, count = (jnp.asarray(x, jnp.int32) for x in zip(*geometry.ranges, strict=True))
         self.state = empty_residency(
@@ -65,13 +68,12 @@ class Simulation:
         for b, heads in enumerate(wanted):
             for h, blocks in enumerate(heads):
                 padded[b, h, : len(blocks)] = blocks
-        self.state, slot_ids, plan = plan_residency(
+        self.state, slot_ids, plan = self.plan(
             self.state,
             jnp.asarray(padded),
             jnp.asarray(self.table),
             jnp.asarray(query_block, jnp.int32),
             jnp.asarray(written, jnp.int32),
-            backend=self.backend,
         )
         slot_ids = np.asarray(slot_ids)
         counts, pairs = (np.asarray(x) for x in unpack_plan(plan, g.batch * g.kv_heads))
@@ -165,6 +167,16 @@ class PlanResidencyCases:
             evicted += int(((before >= 0) & (np.asarray(simulation.state.slot_of_block) < 0)).sum())
         assert evicted > 0 or name == "long"
 
+    def test_short_chunks(self, backend: str) -> None:
+        """The hand looks at 8 slots at a time, and its walks start and end anywhere in them, and wrap."""
+        if backend == Backend.REFERENCE:
+            pytest.skip("the reference has no chunks")
+        kernels = {Backend.TRITON: triton.plan_residency, Backend.MOSAIC_GPU: mosaic_gpu.plan_residency}
+        simulation = Simulation(SMALL, backend, seed=0)
+        simulation.plan = jax.jit(functools.partial(kernels[Backend(backend)], chunk=8))
+        for first in (0, 5, 13, 10, 3):
+            simulation.step([[list(range(first, first + 8))] * 2] * 3, [22] * 3, [22] * 3)
+
     def test_second_chance(self, backend: str) -> None:
         """A full range whose bits are all set is swept once to clear them; the next victims follow the hand."""
         simulation = Simulation(dataclasses.replace(SMALL, ranges=((3, 9), (20, 9), (30, 9))), backend, seed=0)
@@ -241,6 +253,29 @@ class TestPlanResidencyOnGpu(PlanResidencyCases):
     def steps(self) -> int:
         """Hundreds."""
         return 200
+
+
+def test_mosaic_copies_start_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 stops with an illegal instruction where a TMA copy starts elsewhere in a row.
+
+    The interpreter takes such copies, so its TMA is watched here. The lanes' ranges and the hand start at any slot.
+    """
+    starts = []
+
+    class Copy(gpu_callbacks.AsyncCopyGmemToSmemTask):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            innermost = kwargs["src_access"].range[-1]
+            starts.append(innermost.start)
+
+    monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", Copy)
+    geometry = dataclasses.replace(LONG, ranges=((5, 301), (311, 109)))
+    with mosaic_interpreter():
+        simulation = Simulation(geometry, Backend.MOSAIC_GPU, seed=0)
+        for first in (0, 11, 21):
+            simulation.step([[list(range(first, first + 11))]] * 2, [600] * 2, [600] * 2)
+    assert {start % 4 for start in starts} == {0}
+    assert len(set(starts)) > 4
 
 
 @needs_compiler
