@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
 from sparda_jax.pallas_kernels.record_copy import unpack_plan
@@ -46,7 +46,7 @@ class Simulation:
 
     def __init__(self, geometry: Geometry, backend: str, seed: int) -> None:
         self.geometry = geometry
-        self.plan = functools.partial(plan_residency, backend=backend)
+        self.plan: Callable[..., Any] = functools.partial(plan_residency, backend=backend)
         self.rng = np.random.default_rng(seed)
         base, count = (jnp.asarray(x, jnp.int32) for x in zip(*geometry.ranges, strict=True))
         self.state = empty_residency(
