@@ -19,14 +19,15 @@ def sparse_attention_decode(
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed records (docs/semantics.md section 6).
 
-    Float32 scores and sums, probabilities rounded to the dtype of v. A sequence's result has the same bits whatever
-    else is in the batch and whichever slots its records lie in: sums are taken over fixed positions of the list.
+    Float32 scores and sums, probabilities rounded to the dtype of v. From the kernels a sequence's result has the same
+    bits whatever else is in the batch and whichever slots its records lie in: sums are taken over fixed positions of
+    the list. The reference does that on a CPU only: on a GPU XLA chooses how to run its products by the batch.
 
     Args:
         q: the new token's queries after RoPE.
         slots: one layer's slots, in q's dtype. A record is the K rows of a block and one KV head, then its V rows.
-        slot_ids: which slots each KV head attends to, int32, ascending in block order, the newest block last, then -1.
-            What follows the first -1 is unspecified, and ids must be below the number of slots.
+        slot_ids: which slots each KV head attends to, int32, ascending in block order, the newest block last, then -1
+            up to the width. Ids must be below the number of slots.
         lengths: tokens stored per sequence, int32, the new one included: the last listed record has
             ``(length - 1) % block + 1`` valid rows of each kind. The others and all slots that are not listed may hold
             anything, NaN included.
