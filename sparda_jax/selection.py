@@ -80,7 +80,7 @@ def block_scores(
 ) -> Float[Array, "batch kv_heads q_len blocks"]:
     """The score of every block under ``mode``; one that no visible window touches gets -inf or an unspecified value."""
     if mode is Mode.RANDOM:
-        return _random_scores(config, query, cache)
+        return random_scores(config, query.layer_index, query.positions, cache.k.shape[2] // config.sparse.block_size)
     if mode is Mode.INFINIGEN and query.decode and query.layer_index > 0:
         return _infinigen_scores(config, query, cache)
     visible = visible_windows(query.positions, config)
@@ -99,15 +99,15 @@ def _forecast(query: QueryContext) -> Float[Array, "batch q_len kv_heads head_di
     return forecast
 
 
-def _random_scores(
-    config: ModelConfig, query: QueryContext, cache: LayerCache
+def random_scores(
+    config: ModelConfig, layer_index: int, positions: Int[Array, "batch q_len"], blocks: int
 ) -> Float[Array, "batch kv_heads q_len blocks"]:
     """A hash of (layer, KV head, position, block), the same however the prompt is cut or batched."""
-    blocks = jnp.arange(cache.k.shape[2] // config.sparse.block_size, dtype=jnp.uint32)
+    ids = jnp.arange(blocks, dtype=jnp.uint32)
     heads = jnp.arange(config.num_kv_heads, dtype=jnp.uint32)[:, None, None]
-    mixed = query.positions.astype(jnp.uint32)[:, None, :, None] * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (blocks * jnp.uint32(0x85EBCA77))) + heads * jnp.uint32(0xC2B2AE3D)
-    mixed = mixed + jnp.uint32(query.layer_index * 0x27D4EB2F & 0xFFFFFFFF)
+    mixed = positions.astype(jnp.uint32)[:, None, :, None] * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (ids * jnp.uint32(0x85EBCA77))) + heads * jnp.uint32(0xC2B2AE3D)
+    mixed = mixed + jnp.uint32(layer_index * 0x27D4EB2F & 0xFFFFFFFF)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
     return (mixed >> 8).astype(jnp.float32)

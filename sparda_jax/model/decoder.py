@@ -24,6 +24,22 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
+    def project(
+        self,
+        x: Float[Array, "batch q_len hidden"],
+        cos: Float[Array, "batch q_len half"],
+        sin: Float[Array, "batch q_len half"],
+    ) -> Projections:
+        """What the layer computes before it attends."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def finish(
+        self, x: Float[Array, "batch q_len hidden"], attended: Float[Array, "batch q_len heads head_dim"]
+    ) -> Float[Array, "batch q_len hidden"]:
+        """The residual stream after the layer, from the one before it and what its heads attended to."""
+        x = x + scale(self.self_attn.output(attended), self.residual_scale)
+        return x + scale(self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
+
     def __call__(
         self,
         x: Float[Array, "batch q_len hidden"],
@@ -31,9 +47,7 @@ class DecoderLayer(nnx.Module):
         sin: Float[Array, "batch q_len half"],
         attend: Attend,
     ) -> Float[Array, "batch q_len hidden"]:
-        projections = self.self_attn.project(self.input_layernorm(x), cos, sin)
-        x = x + scale(self.self_attn.output(attend(projections)), self.residual_scale)
-        return x + scale(self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
+        return self.finish(x, attend(self.project(x, cos, sin)))
 
 
 class Decoder(nnx.Module):

@@ -1,0 +1,99 @@
+"""What decode keeps on the device: slots, pages and tables of every layer, and the lanes' lengths."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sparda_jax.config import ModelConfig
+from sparda_jax.pallas_kernels.residency import Residency, empty_residency
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """One layer's part of the cache in HBM.
+
+    Attributes:
+        slots: records of the blocks that are here at the moment; slot n of head h is row ``n * kv_heads + h``.
+        pages: compressed keys of every block in the pool, by physical block.
+        residency: which block lies in which slot.
+    """
+
+    slots: Float[Array, "slots rows head_dim"]
+    pages: Float[Array, "num_blocks kv_heads windows_per_block head_dim"]
+    residency: Residency
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """The cache of all decode lanes.
+
+    Attributes:
+        layers: one :class:`LayerState` a layer.
+        block_table: the physical block of each logical block of a lane.
+        lengths: tokens stored per lane.
+        live: which lanes decode; the others are left as they are.
+        written: how many of a lane's blocks, from the first on, the host pool holds.
+    """
+
+    layers: tuple[LayerState, ...]
+    block_table: Int[Array, "batch blocks"]
+    lengths: Int[Array, "batch"]
+    live: Bool[Array, "batch"]
+    written: Int[Array, "batch"]
+
+    @property
+    def num_lanes(self) -> int:
+        return self.lengths.shape[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """Sizes of the offload cache.
+
+    Attributes:
+        lanes: sequences that decode together.
+        max_blocks: blocks of the longest sequence.
+        num_blocks: blocks of the host pool; each has a record per layer and KV head there, and a page per layer in HBM.
+        slots_per_lane: HBM slots of a lane per layer and KV head; layer 0 keeps everything and has ``max_blocks``.
+    """
+
+    lanes: int
+    max_blocks: int
+    num_blocks: int
+    slots_per_lane: int
+
+    def slots_of(self, layer: int) -> int:
+        """Slots per lane and KV head. Layer 0 has no layer before it that could fetch for it, so it stays resident."""
+        return self.max_blocks if layer == 0 else min(self.slots_per_lane, self.max_blocks)
+
+
+def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype) -> DecodeState:
+    """A cache without sequences; every lane owns an equal range of the slots."""
+    heads, block_size = config.num_kv_heads, config.sparse.block_size
+
+    def layer_state(layer: int) -> LayerState:
+        count = shape.slots_of(layer)
+        return LayerState(
+            slots=jnp.zeros((shape.lanes * count * heads, 2 * block_size, config.head_dim), dtype),
+            pages=jnp.zeros((shape.num_blocks, heads, config.sparse.windows_per_block, config.head_dim), dtype),
+            residency=empty_residency(
+                base=jnp.asarray(np.arange(shape.lanes) * count),
+                count=jnp.full(shape.lanes, count),
+                kv_heads=heads,
+                max_blocks=shape.max_blocks,
+                num_slots=shape.lanes * count,
+            ),
+        )
+
+    return DecodeState(
+        layers=tuple(layer_state(layer) for layer in range(config.num_layers)),
+        block_table=jnp.zeros((shape.lanes, shape.max_blocks), jnp.int32),
+        lengths=jnp.zeros(shape.lanes, jnp.int32),
+        live=jnp.zeros(shape.lanes, bool),
+        written=jnp.zeros(shape.lanes, jnp.int32),
+    )

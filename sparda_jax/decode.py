@@ -1,0 +1,265 @@
+"""One decode step over the offload cache: select, fetch what is missing, attend; the next layer's fetch beside it.
+
+The order of a layer is that of docs/semantics.md sections 4 and 5: under a Forecast, layer l scores the blocks of layer
+l + 1 as soon as its own projections are there, and the records that layer l + 1 lacks travel while layer l attends and
+runs its MLP. Every other mode fetches for the layer it is in, and waits.
+
+What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTIONS` and three ties, marked below
+(docs/performance.md, "Overlap").
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparda_jax.cache.append import finish_window, write_token
+from sparda_jax.cache.pool import Pools
+from sparda_jax.cache.state import DecodeState, LayerState
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.model import Decoder, Projections, rope_tables
+from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
+from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
+from sparda_jax.pallas_kernels.compressed_keys import num_windows
+from sparda_jax.pallas_kernels.record_copy import fetch_records
+from sparda_jax.pallas_kernels.residency import plan_residency
+from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
+from sparda_jax.selection import Mode, group_heads, random_scores
+
+# Edges of the CUDA graph follow from data alone, so that a copy can run beside a layer. CPUs ignore these.
+GPU_OPTIONS = {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_gpu_enable_latency_hiding_scheduler": False,
+}
+
+
+class Fetch(enum.StrEnum):
+    """When the records that a layer lacks are fetched."""
+
+    AHEAD = "ahead"  # while the layer before computes; needs a Forecast
+    IN_TURN = "in-turn"  # by the layer itself, which waits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backends:
+    """Which backend runs each operation of the step; None: the fastest (`choose_backend`)."""
+
+    block_selection: str | None = None
+    residency: str | None = None
+    record_copy: str | None = None
+    sparse_attention: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """The static choices of a decode step.
+
+    Attributes:
+        mode: what scores the blocks.
+        fetch: when missing records are fetched.
+        max_len: longest sequence to be served, for the choice of RoPE factors.
+        backends: of the kernels.
+    """
+
+    mode: Mode
+    fetch: Fetch
+    max_len: int | None = None
+    backends: Backends = dataclasses.field(default_factory=Backends)
+
+    def __post_init__(self) -> None:
+        if self.fetch is Fetch.AHEAD and not self.mode.needs_forecast:
+            raise ConfigError(f"fetch={self.fetch.value} needs a Forecast, and mode={self.mode.value} has none")
+        if self.mode is Mode.INFINIGEN:
+            raise ConfigError("mode=infinigen is not implemented over the offload cache; use the contiguous one")
+
+    def list_width(self, config: ModelConfig, max_blocks: int) -> int:
+        """Entries of a block list: a selection, a request below ``dense_len``, or in dense mode everything."""
+        return max_blocks if self.mode is Mode.DENSE else min(config.sparse.min_list_width, max_blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What the layers of one step share; positions and blocks are -1 in idle lanes."""
+
+    plan: DecodePlan
+    config: ModelConfig
+    position: Int[Array, "batch"]
+    query_block: Int[Array, "batch"]
+    num_selected: Int[Array, "batch"]
+    written: Int[Array, "batch"]
+    block_table: Int[Array, "batch blocks"]
+    width: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A layer whose blocks are selected and on their way: its cache, the list over its slots, the copies' plan."""
+
+    layer: LayerState
+    slot_ids: Int[Array, "batch kv_heads width"]
+    copy_plan: Int[Array, "plan"]
+
+
+def decode_step(
+    model: Decoder,
+    state: DecodeState,
+    pools: Pools,
+    tokens: Int[Array, "batch"],
+    new_blocks: Int[Array, "batch"],
+    plan: DecodePlan,
+) -> tuple[Float[Array, "batch hidden"], DecodeState, Int[Array, "layers batch kv_heads"]]:
+    """Appends one token to every live lane and computes its residual stream.
+
+    Args:
+        model: the weights.
+        state: the cache; donated, it is updated in place.
+        pools: the host pool's records; only read.
+        tokens: each lane's newest token.
+        new_blocks: the physical block that a lane whose length is whole blocks begins, or -1.
+        plan: the static choices.
+
+    Returns:
+        The stream before the final norm, the new cache, and how many records each layer copied per lane and KV head.
+    """
+    config = model.config
+    step = _begin(config, state, new_blocks, plan)
+    position = step.position
+    cos, sin = rope_tables(config, jnp.maximum(position, 0)[:, None], plan.max_len)
+    layers, copies = list(state.layers), []
+    ahead: _Prepared | None = None
+    previous: Projections | None = None
+    x = model.embed(tokens[:, None])
+    for index, module in enumerate(model.layers):
+        projections = module.project(x, cos, sin)
+        k, v, q = projections.k[:, 0], projections.v[:, 0], group_heads(projections.q, config)[:, 0]
+        layer = finish_window(ahead.layer if ahead else layers[index], k, position, step.block_table, config.sparse)
+        # The window is read from the slots before the token is written to them; else XLA would keep a copy of them.
+        k, pages = jax.lax.optimization_barrier((k, layer.pages))
+        layer = dataclasses.replace(layer, pages=pages)
+        if ahead:
+            ready = dataclasses.replace(ahead, layer=layer)
+        else:
+            ready = _prepare(step, index, layer, pools[index], _queries(step, projections, previous), position + 1)
+        ahead = None
+        if plan.fetch is Fetch.AHEAD and index + 1 < config.num_layers:
+            # The keys of layer l + 1 are still those before this token; the blocks that it could change are always
+            # selected (docs/semantics.md section 5.4).
+            forecast = _forecast(projections.q_future)
+            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], forecast, position)
+            # Tie 2: the layer's attention waits for the plan (which is never negative), so the fetch is issued first.
+            q = jnp.where(ahead.copy_plan[0] < 0, 0, q)
+        layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
+        attended = sparse_attention_decode(
+            q, layer.slots, ready.slot_ids, position + 1, backend=plan.backends.sparse_attention
+        )
+        layers[index], previous = layer, projections
+        segments = state.num_lanes * config.num_kv_heads
+        copies.append(ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads))
+        x = module.finish(x, attended.reshape(projections.q.shape))
+        if ahead:
+            # Tie 3: the layer's output and the fetched slots leave together.
+            x, slots = jax.lax.optimization_barrier((x, ahead.layer.slots))
+            ahead = dataclasses.replace(ahead, layer=dataclasses.replace(ahead.layer, slots=slots))
+    new_state = dataclasses.replace(
+        state, layers=tuple(layers), block_table=step.block_table, lengths=state.lengths + state.live
+    )
+    return x[:, 0], new_state, jnp.stack(copies)
+
+
+def _begin(config: ModelConfig, state: DecodeState, new_blocks: Int[Array, "batch"], plan: DecodePlan) -> _Step:
+    sparse, max_blocks = config.sparse, state.block_table.shape[1]
+    query_block = jnp.where(state.live, state.lengths // sparse.block_size, -1)
+    begun = jnp.where(new_blocks >= 0, query_block, max_blocks)
+    width = plan.list_width(config, max_blocks)
+    # One decision per request: below dense_len it attends to everything, which fits into the list.
+    is_sparse = (state.lengths + 1 >= sparse.dense_len) & (plan.mode is not Mode.DENSE)
+    return _Step(
+        plan=plan,
+        config=config,
+        position=jnp.where(state.live, state.lengths, -1),
+        query_block=query_block,
+        num_selected=jnp.where(is_sparse, min(sparse.num_selected_blocks, width), width),
+        written=state.written,
+        block_table=state.block_table.at[jnp.arange(state.num_lanes), begun].set(new_blocks, mode="drop"),
+        width=width,
+    )
+
+
+def _forecast(
+    projection: Float[Array, "batch 1 kv_heads head_dim"] | None,
+) -> Float[Array, "batch kv_heads 1 head_dim"]:
+    if projection is None:
+        raise ConfigError("mode=sparda needs a Forecast, which this model does not carry; convert one with --forecast")
+    return jnp.swapaxes(projection, 1, 2)
+
+
+def _queries(
+    step: _Step, current: Projections, previous: Projections | None
+) -> Float[Array, "batch kv_heads group head_dim"]:
+    """What a layer that was not prepared ahead scores its own blocks with."""
+    if step.plan.mode.needs_forecast:
+        return _forecast(current.q_curr if previous is None else previous.q_future)
+    return group_heads(current.q, step.config)[:, 0]
+
+
+def _prepare(
+    step: _Step,
+    index: int,
+    layer: LayerState,
+    pool: Float[Array, "records rows head_dim"],
+    queries: Float[Array, "batch kv_heads group head_dim"],
+    stored: Int[Array, "batch"],
+) -> _Prepared:
+    """Selects a layer's blocks, gives them slots, and fetches what is missing.
+
+    Args:
+        step: what the layers share.
+        index: of the layer.
+        layer: its cache.
+        pool: its records on the host.
+        queries: what its blocks are scored with.
+        stored: tokens per lane whose compressed keys the layer's pages hold.
+    """
+    backends = step.plan.backends
+    blocks = _select(step, index, layer, queries, stored)
+    residency, slot_ids, copy_plan = plan_residency(
+        layer.residency, blocks, step.block_table, step.query_block, step.written, backend=backends.residency
+    )
+    # Tie 1: the plan leaves the selection as one array, at once.
+    copy_plan = jax.lax.optimization_barrier(copy_plan)
+    segments = slot_ids.shape[0] * slot_ids.shape[1]
+    slots = fetch_records(copy_plan, pool, layer.slots, segments=segments, backend=backends.record_copy)
+    layer = dataclasses.replace(layer, slots=slots, residency=residency)
+    return _Prepared(layer=layer, slot_ids=slot_ids, copy_plan=copy_plan)
+
+
+def _select(
+    step: _Step,
+    index: int,
+    layer: LayerState,
+    queries: Float[Array, "batch kv_heads group head_dim"],
+    stored: Int[Array, "batch"],
+) -> Int[Array, "batch kv_heads width"]:
+    config, mode = step.config, step.plan.mode
+    sparse, max_blocks = config.sparse, step.block_table.shape[1]
+    limits = {"init_blocks": sparse.init_blocks, "local_blocks": sparse.local_blocks, "width": step.width}
+    if mode is Mode.DENSE:
+        every = jnp.arange(step.width)
+        every = jnp.where(every <= step.query_block[:, None], every, -1)
+        return jnp.broadcast_to(every[:, None], (every.shape[0], config.num_kv_heads, step.width))
+    if mode is Mode.RANDOM:
+        scores = random_scores(config, index, step.position[:, None], max_blocks)[:, :, 0]
+        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits)
+    return select_blocks_decode(
+        queries,
+        layer.pages,
+        step.block_table,
+        num_windows(stored, sparse.kernel_size, sparse.kernel_stride),
+        step.query_block,
+        step.num_selected,
+        scorer=Scorer.FORECAST if mode.needs_forecast else Scorer.INFLLM,
+        backend=step.plan.backends.block_selection,
+        **limits,
+    )

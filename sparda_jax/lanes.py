@@ -1,0 +1,175 @@
+"""Decode lanes over the offload cache: sequences enter, all lanes advance token by token, sequences leave."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from sparda_jax.cache.admission import admit
+from sparda_jax.cache.blocks import BlockAllocator
+from sparda_jax.cache.kv import KVCache
+from sparda_jax.cache.pool import HostPool, Pools, finished
+from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
+from sparda_jax.config import ConfigError
+from sparda_jax.decode import GPU_OPTIONS, DecodePlan, decode_step
+from sparda_jax.model import Decoder
+from sparda_jax.sampling import SamplingParams, SamplingState, sample
+
+
+@dataclasses.dataclass
+class _Lane:
+    """What the host knows of a lane in use: it counts tokens itself, so it never waits for the device."""
+
+    length: int
+    blocks: list[int]
+
+
+class DecodeLanes:
+    """A fixed number of lanes, each empty or with one sequence.
+
+    The host runs ahead of the device: `step` returns the tokens as an array that may not be there yet, and nothing in
+    it waits. All lanes advance together; each has its own length, and an empty one costs time but changes nothing.
+
+    Args:
+        model: the weights.
+        shape: sizes of the cache.
+        plan: the static choices of a step.
+
+    Raises:
+        ConfigError: the slots can't hold what one step selects, or the mode needs a Forecast that is not there.
+    """
+
+    def __init__(self, model: Decoder, shape: CacheShape, plan: DecodePlan):
+        config = model.config
+        if plan.mode.needs_forecast and not model.has_forecast:
+            raise ConfigError(
+                f"mode={plan.mode.value} needs a Forecast, and this checkpoint carries none: add one with "
+                "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
+            )
+        width = plan.list_width(config, shape.max_blocks)
+        if min(shape.slots_of(layer) for layer in range(config.num_layers)) < width:
+            raise ConfigError(
+                f"slots_per_lane={shape.slots_per_lane} cannot hold the {width} blocks that a step of "
+                f"mode={plan.mode.value} attends to: use {width} or more"
+            )
+        self.config, self.shape, self.plan = config, shape, plan
+        self._device = next(iter(model.embed_tokens.devices()))
+        dtype = model.embed_tokens.dtype
+        host = jax.sharding.SingleDeviceSharding(self._device, memory_kind="pinned_host")
+        self._pool = HostPool(config, shape, dtype, host, plan.backends.record_copy)
+        self._allocator = BlockAllocator(shape.num_blocks)
+        self._state: DecodeState = jax.device_put(empty_state(config, shape, dtype), self._device)
+        self._tokens = jnp.zeros(shape.lanes, jnp.int32, device=self._device)
+        self._sampling = jax.device_put(SamplingState.of([SamplingParams()] * shape.lanes), self._device)
+        self._no_blocks = jnp.full(shape.lanes, -1, jnp.int32, device=self._device)
+        self._lanes: list[_Lane | None] = [None] * shape.lanes
+        self._graphdef, self._weights = nnx.split(model)
+        self._step = jax.jit(
+            functools.partial(_step, self._graphdef, plan), donate_argnums=1, compiler_options=GPU_OPTIONS
+        )
+        self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
+        self.copies: Int[Array, "layers batch kv_heads"] | None = None
+        """Records that the last step copied, per layer, lane and KV head."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the host pool that no lane uses."""
+        return self._allocator.num_free
+
+    def length(self, lane: int) -> int:
+        """Tokens stored in a lane; 0 for an empty one."""
+        entry = self._lanes[lane]
+        return entry.length if entry else 0
+
+    def enter(self, lane: int, cache: KVCache, first_token: int, params: SamplingParams) -> None:
+        """Gives an empty lane a prefilled sequence.
+
+        Args:
+            lane: an empty lane.
+            cache: the sequence, of batch 1.
+            first_token: the token that follows it: the input of the lane's first step.
+            params: how its tokens are sampled.
+
+        Raises:
+            ValueError: the lane is in use, or the sequence is empty or longer than a lane can be.
+            MemoryError: the host pool has too few free blocks; nothing is changed.
+        """
+        if self._lanes[lane] is not None:
+            raise ValueError(f"lane {lane} is in use: leave it first")
+        block_size = self.config.sparse.block_size
+        length = int(cache.lengths[0])
+        if not 0 < length < self.shape.max_blocks * block_size:
+            raise ValueError(
+                f"a sequence of {length} tokens was given: a lane takes 1 to "
+                f"{self.shape.max_blocks * block_size - 1} (max_blocks={self.shape.max_blocks})"
+            )
+        blocks = self._allocator.take(-(-length // block_size))
+        ids = np.zeros(cache.capacity // block_size, np.int32)
+        ids[: len(blocks)] = blocks
+        self._pool.store(cache, ids, length // block_size)
+        self._state = self._admit(self._state, cache, jnp.int32(lane), jnp.asarray(ids))
+        self._tokens = self._tokens.at[lane].set(first_token)
+        row = SamplingState.of([params])
+        self._sampling = jax.tree.map(lambda all_lanes, one: all_lanes.at[lane].set(one[0]), self._sampling, row)
+        self._lanes[lane] = _Lane(length=length, blocks=blocks)
+
+    def leave(self, lane: int) -> None:
+        """Empties a lane; its blocks are free at once. An empty lane stays empty."""
+        entry = self._lanes[lane]
+        if entry is None:
+            return
+        self._allocator.give_back(entry.blocks)
+        self._state = dataclasses.replace(self._state, live=self._state.live.at[lane].set(False))
+        self._lanes[lane] = None
+
+    def step(self) -> Int[Array, "batch"]:
+        """Advances every lane in use by one token; returns the new tokens (those of empty lanes mean nothing).
+
+        Raises:
+            ValueError: a lane is full.
+            MemoryError: a lane begins a block and the host pool has none left; nothing is changed.
+        """
+        block_size = self.config.sparse.block_size
+        used = [(lane, entry) for lane, entry in enumerate(self._lanes) if entry is not None]
+        for lane, entry in used:
+            if entry.length >= self.shape.max_blocks * block_size:
+                raise ValueError(f"lane {lane} is full ({entry.length} tokens, max_blocks={self.shape.max_blocks})")
+        beginning = [(lane, entry) for lane, entry in used if entry.length % block_size == 0]
+        new_blocks = self._no_blocks
+        if beginning:
+            ids = np.full(self.shape.lanes, -1, np.int32)
+            for (lane, entry), block in zip(beginning, self._allocator.take(len(beginning)), strict=True):
+                entry.blocks.append(block)
+                ids[lane] = block
+            new_blocks = jax.device_put(ids, self._device)
+        self._tokens, self._state, self.copies = self._step(
+            self._weights, self._state, self._pool.arrays, self._tokens, new_blocks, self._sampling
+        )
+        for _, entry in used:
+            entry.length += 1
+        if any(entry.length % block_size == 0 for _, entry in used):
+            # From now on the finished blocks may lose their slots: the write-back runs before any later step.
+            self._pool.write_back(self._state)
+            written = self._state.written + finished(self._state, block_size)
+            self._state = dataclasses.replace(self._state, written=written)
+        return self._tokens
+
+
+def _step(
+    graphdef: nnx.GraphDef,
+    plan: DecodePlan,
+    weights: nnx.State,
+    state: DecodeState,
+    pools: Pools,
+    tokens: Int[Array, "batch"],
+    new_blocks: Int[Array, "batch"],
+    sampling: SamplingState,
+) -> tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"]]:
+    model = nnx.merge(graphdef, weights)
+    x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan)
+    following = sample(model.logits(x), sampling, state.lengths)
+    return jnp.where(state.live, following, tokens), state, copies

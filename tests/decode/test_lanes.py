@@ -1,0 +1,182 @@
+"""Decode over the offload cache: what the contiguous cache decodes, with every slot or with hardly any."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparda_jax.config import ConfigError
+from sparda_jax.decode import DecodePlan, Fetch, decode_step
+from sparda_jax.lanes import DecodeLanes
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.selection import Mode
+from tests.decode.support import (
+    CAPACITY,
+    CONFIG,
+    LENGTHS,
+    MAX_BLOCKS,
+    MODEL,
+    STEPS,
+    decoded,
+    make_lanes,
+    prefilled,
+)
+
+GREEDY = SamplingParams()
+WIDTH = CONFIG.sparse.num_selected_blocks
+WAYS = [(Mode.SPARSE, Fetch.IN_TURN), (Mode.SPARDA, Fetch.AHEAD)]
+MORE_WAYS = [*WAYS, (Mode.SPARDA, Fetch.IN_TURN), (Mode.RANDOM, Fetch.IN_TURN)]
+
+
+def enter(lanes: DecodeLanes, mode: Mode, lane: int, prompt: int, params: SamplingParams = GREEDY) -> None:
+    lanes.enter(lane, *prefilled(mode, prompt), params)
+
+
+def run(lanes: DecodeLanes, steps: int) -> np.ndarray:
+    """Tokens [lanes, steps]."""
+    return np.stack([np.asarray(lanes.step()) for _ in range(steps)], axis=1)
+
+
+def hidden(lanes: DecodeLanes) -> np.ndarray:
+    """The stream of one more step, without taking it."""
+    none = jnp.full(lanes.shape.lanes, -1, jnp.int32)
+    x, *_ = decode_step(MODEL, lanes._state, lanes._pool.arrays, lanes._tokens, none, lanes.plan)
+    return np.asarray(x)
+
+
+@pytest.mark.parametrize(("mode", "fetch"), MORE_WAYS)
+def test_lanes_decode_what_the_contiguous_cache_decodes(mode: Mode, fetch: Fetch) -> None:
+    """Ragged lanes, more blocks than slots, over two block boundaries and nine compressed keys each."""
+    lanes = make_lanes(mode, fetch, slots=WIDTH + 1)
+    copied = np.zeros(CONFIG.num_layers)
+    for lane in range(3):
+        enter(lanes, mode, lane, lane)
+    found = []
+    for _ in range(STEPS):
+        found.append(np.asarray(lanes.step()))
+        copied += np.asarray(lanes.copies).sum((1, 2))
+    for lane in range(3):
+        np.testing.assert_array_equal(np.stack(found, axis=1)[lane], decoded(mode, lane)[0])
+    # Layer 0 is resident; the others had to fetch.
+    assert copied[0] == 0
+    assert (copied[1:] > STEPS / 4).all()
+
+
+@pytest.mark.parametrize(("mode", "fetch"), WAYS)
+def test_few_slots_give_the_bits_of_many(mode: Mode, fetch: Fetch) -> None:
+    few, many = make_lanes(mode, fetch, slots=WIDTH), make_lanes(mode, fetch)
+    for lanes in (few, many):
+        for lane in range(3):
+            enter(lanes, mode, lane, lane)
+    assert few._state.layers[1].slots.shape[0] < many._state.layers[1].slots.shape[0]
+    for _ in range(4):
+        np.testing.assert_array_equal(run(few, 16), run(many, 16))
+        assert not np.asarray(many.copies).any()
+        np.testing.assert_array_equal(hidden(few), hidden(many))
+        assert np.isfinite(hidden(few)).all()
+
+
+def test_dense_lanes_read_everything() -> None:
+    lanes = make_lanes(Mode.DENSE, Fetch.IN_TURN)
+    for lane in range(3):
+        enter(lanes, Mode.DENSE, lane, lane)
+    found = run(lanes, 40)
+    for lane in range(3):
+        np.testing.assert_array_equal(found[lane], decoded(Mode.DENSE, lane)[0][:40])
+
+
+def test_finished_blocks_reach_the_pool_and_the_pages() -> None:
+    mode = Mode.SPARDA
+    lanes = make_lanes(mode, Fetch.AHEAD, slots=WIDTH + 1)
+    for lane in range(3):
+        enter(lanes, mode, lane, lane)
+    run(lanes, STEPS)
+    kv_heads, block_size = CONFIG.num_kv_heads, CONFIG.sparse.block_size
+    for lane in range(3):
+        _, cache = decoded(mode, lane)
+        entry = lanes._lanes[lane]
+        assert entry is not None
+        blocks = np.array(entry.blocks)
+        whole = (LENGTHS[lane] + STEPS) // block_size
+        assert int(lanes._state.written[lane]) == whole
+        for index, layer in enumerate(cache.layers):
+            records = lanes._pool.snapshot(index).reshape(-1, kv_heads, 2 * block_size, CONFIG.head_dim)[blocks[:whole]]
+            k, v = (np.asarray(x[0]).reshape(kv_heads, -1, block_size, CONFIG.head_dim) for x in (layer.k, layer.v))
+            want = np.concatenate([k, v], axis=2)[:, :whole].swapaxes(0, 1)
+            np.testing.assert_allclose(records, want, rtol=1e-4, atol=1e-5)
+            pages = (
+                np.asarray(lanes._state.layers[index].pages)[blocks]
+                .swapaxes(0, 1)
+                .reshape(kv_heads, -1, CONFIG.head_dim)
+            )
+            windows = (LENGTHS[lane] + STEPS - 32) // 16 + 1
+            want = np.asarray(layer.compressed_k)[0, :, :windows]
+            np.testing.assert_allclose(pages[:, 1 : 1 + windows], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lane_changes_hands_beside_a_running_one() -> None:
+    """What leaves gives its blocks back; what enters finds nothing of it; the neighbour does not notice."""
+    mode = Mode.SPARDA
+    lanes = make_lanes(mode, Fetch.AHEAD, slots=WIDTH + 1, lanes=2, num_blocks=30)
+    enter(lanes, mode, 0, 0)
+    enter(lanes, mode, 1, 1)
+    first = run(lanes, 30)
+    free = lanes.free_blocks
+    lanes.leave(1)
+    assert lanes.free_blocks == free + -(-(LENGTHS[1] + 30) // 64)
+    alone = run(lanes, 20)
+    enter(lanes, mode, 1, 2)
+    last = run(lanes, 50)
+    np.testing.assert_array_equal(np.concatenate([first[0], alone[0], last[0]]), decoded(mode, 0)[0][:100])
+    np.testing.assert_array_equal(first[1], decoded(mode, 1)[0][:30])
+    np.testing.assert_array_equal(last[1], decoded(mode, 2)[0][:50])
+    assert (lanes.length(0), lanes.length(1)) == (LENGTHS[0] + 100, LENGTHS[2] + 50)
+    lanes.leave(0)
+    lanes.leave(1)
+    lanes.leave(1)
+    assert lanes.free_blocks == 30
+
+
+def test_seeded_lanes_draw_the_same_wherever_they_are() -> None:
+    params = SamplingParams(temperature=1.0, seed=11)
+    lanes = make_lanes(Mode.SPARSE, Fetch.IN_TURN, slots=WIDTH + 1)
+    enter(lanes, Mode.SPARSE, 0, 1, params)
+    enter(lanes, Mode.SPARSE, 1, 2)
+    enter(lanes, Mode.SPARSE, 2, 1, params)
+    found = run(lanes, 20)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert (found[0] != decoded(Mode.SPARSE, 1)[0][:20]).any()
+
+
+def test_limits_are_named_and_nothing_is_lost() -> None:
+    lanes = make_lanes(Mode.SPARSE, Fetch.IN_TURN, slots=WIDTH + 1, lanes=2, num_blocks=17)
+    enter(lanes, Mode.SPARSE, 0, 0)
+    with pytest.raises(ValueError, match="lane 0 is in use"):
+        enter(lanes, Mode.SPARSE, 0, 1)
+    enter(lanes, Mode.SPARSE, 1, 1)
+    with pytest.raises(MemoryError, match="1 blocks asked for, 0 of 17"):
+        lanes.step()
+    assert (lanes.length(0), lanes.length(1)) == (LENGTHS[0], LENGTHS[1])
+    lanes.leave(1)
+    np.testing.assert_array_equal(run(lanes, 60)[0], decoded(Mode.SPARSE, 0)[0][:60])
+    with pytest.raises(MemoryError, match="6 blocks asked for"):
+        enter(lanes, Mode.SPARSE, 1, 1)
+    assert lanes.length(1) == 0
+
+
+def test_a_full_lane_is_refused() -> None:
+    lanes = make_lanes(Mode.SPARSE, Fetch.IN_TURN, slots=WIDTH + 1, lanes=1)
+    enter(lanes, Mode.SPARSE, 0, 0)
+    run(lanes, CAPACITY - LENGTHS[0])
+    with pytest.raises(ValueError, match="lane 0 is full"):
+        lanes.step()
+
+
+def test_impossible_choices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"slots_per_lane={WIDTH - 1} cannot hold the {WIDTH} blocks"):
+        make_lanes(Mode.SPARSE, Fetch.IN_TURN, slots=WIDTH - 1)
+    with pytest.raises(ConfigError, match=f"cannot hold the {MAX_BLOCKS} blocks"):
+        make_lanes(Mode.DENSE, Fetch.IN_TURN, slots=WIDTH)
+    with pytest.raises(ConfigError, match="fetch=ahead needs a Forecast"):
+        DecodePlan(mode=Mode.SPARSE, fetch=Fetch.AHEAD)
+    with pytest.raises(ConfigError, match="infinigen"):
+        DecodePlan(mode=Mode.INFINIGEN, fetch=Fetch.IN_TURN)

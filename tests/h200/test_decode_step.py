@@ -1,0 +1,89 @@
+"""The decode step, compiled for an H200: one CUDA graph, everything in place, the fetch free to run beside a layer."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from sparda_jax.cache.state import CacheShape, empty_state
+from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
+from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
+from sparda_jax.lanes import _step
+from sparda_jax.model import abstract_decoder
+from sparda_jax.sampling import SamplingParams, SamplingState
+from sparda_jax.selection import Mode
+from tests.h200.harness import Compiled, compile_for_h200, needs_compiler, pinned_host
+
+pytestmark = needs_compiler
+LANES, LAYERS = 4, 3
+# The attention geometry of MiniCPM4.1-8B around a narrow model.
+CONFIG = ModelConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=LAYERS,
+    num_heads=32,
+    num_kv_heads=2,
+    head_dim=128,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    initializer_range=0.02,
+    embedding_scale=12.0,
+    residual_scale=0.25,
+    logit_divisor=2.0,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    rope=RopeConfig(theta=10000.0),
+    sparse=SparseConfig(dense_len=6144),
+)
+SHAPE = CacheShape(lanes=LANES, max_blocks=512, num_blocks=LANES * 512, slots_per_lane=128)
+
+
+@functools.cache
+def compiled(mode: Mode, fetch: Fetch) -> Compiled:
+    plan = DecodePlan(mode=mode, fetch=fetch)
+    graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
+    state = jax.eval_shape(lambda: empty_state(CONFIG, SHAPE, jnp.bfloat16))
+    pool = (SHAPE.num_blocks * CONFIG.num_kv_heads, 2 * CONFIG.sparse.block_size, CONFIG.head_dim)
+    pools = tuple(pinned_host(pool, jnp.bfloat16) for _ in range(LAYERS))
+    ids = jax.ShapeDtypeStruct((LANES,), jnp.int32)
+    sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=1)] * LANES))
+    step = functools.partial(_step, graphdef, plan)
+    return compile_for_h200(step, weights, state, pools, ids, ids, sampling, flags=GPU_OPTIONS, donate_argnums=1)
+
+
+@pytest.mark.parametrize(("mode", "fetch"), [(Mode.SPARDA, Fetch.AHEAD), (Mode.SPARSE, Fetch.IN_TURN)])
+def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
+    program = compiled(mode, fetch)
+    assert program.launches == ["kCommandBuffer"]
+    # Neither slots nor pages nor pools are copied; what is, is a few numbers per lane.
+    assert program.copies(1 << 12) == []
+    stats = program.memory_stats
+    held = LANES * SHAPE.max_blocks * CONFIG.num_kv_heads * 2 * 64 * 128 * 2
+    assert stats.alias_size_in_bytes > held, "the state is updated where it is"
+    assert stats.temp_size_in_bytes < 4 << 20
+    assert stats.host_temp_size_in_bytes == 0
+    assert stats.host_output_size_in_bytes == 0
+    assert [kernel for kernel in program.kernels if kernel.spilled] == []
+
+
+def test_the_fetch_waits_for_its_plan_only() -> None:
+    """In the graph a fetch has one edge in, from the plan, and the layer's kernels lie between the two."""
+    assert GPU_OPTIONS["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    program = compiled(Mode.SPARDA, Fetch.AHEAD)
+    nodes = re.findall(r"^ +(\d+): (\w+) +\[(?:prev=(\d+)|source)[^\]]*\] (\S+)", program.thunks, re.MULTILINE)
+    plans = {number for number, _, _, name in nodes if name.startswith("plan_residency")}
+    # Mosaic kernels are custom calls: those whose last dependency is a plan are fetches.
+    fetches = [number for number, kind, before, _ in nodes if kind == "kCustomCall" and before in plans]
+    assert len(fetches) == LAYERS
+    beside = [
+        int(number) - int(before)
+        for number, kind, before, _ in nodes
+        if kind == "kCustomCall" and before in plans and number != fetches[0]
+    ]
+    # Attention, two products and the MLP of the layer are issued between a plan and the end of its fetch.
+    assert min(beside) > 5
