@@ -1,9 +1,14 @@
 """The residency plan as one Triton-lowered kernel, one program for each (lane, KV head).
 
-The wanted list is a vector in registers. A step that misses nothing reads no slot table. Otherwise the hand walks the
-range in chunks of slots and stops with the chunk that has the last victim, so the time depends on the misses and hardly
-on the range. Within a chunk, prefix sums rank the victims, and one comparison of all victims with all missing blocks
-brings the i-th to the i-th: without memory in between.
+The wanted list is a vector in registers. The hand walks the range in chunks of slots and stops with the chunk that has
+the last victim, so the time depends on the misses and hardly on the range.
+
+The time is that of a chain of dependent steps, and memory keeps it short: comparing all slots with all wanted blocks in
+registers takes four times as many instructions and barriers. Slots that must stay, since their block is wanted or they
+are taken, carry a mark in place of their CLOCK bit until the end. The i-th victim goes to the i-th place of the
+program's segment of the plan, where the i-th missing block finds it; the pairs to copy come there afterwards. So a
+chunk costs two loads, one prefix sum and one sum. With one slot and one wanted block for each thread, the compiler has
+nothing to rearrange between the steps.
 """
 
 import dataclasses
@@ -18,6 +23,9 @@ from jax.experimental.pallas import triton as plgpu
 from sparda_jax.pallas_kernels.backend import interpreting
 from sparda_jax.pallas_kernels.residency.state import Residency
 
+_KEPT = 2
+"""In place of a CLOCK bit, while the kernel runs: the slot's block is wanted, or the slot is taken."""
+
 
 def plan_residency(
     state: Residency,
@@ -26,8 +34,8 @@ def plan_residency(
     query_block: jax.Array,
     written: jax.Array,
     *,
-    chunk: int = 64,
-    num_warps: int = 8,
+    chunk: int = 128,
+    num_warps: int = 4,
 ) -> tuple[Residency, jax.Array, jax.Array]:
     """See `sparda_jax.pallas_kernels.residency.plan_residency`.
 
@@ -61,11 +69,18 @@ def plan_residency(
 def _plan_body(*refs, chunk, interpret):
     base, count, wanted_in, block_table, query_block, written = refs[4:10]
     slot_of_block, block_of_slot, referenced, hand, slot_ids, plan = refs[10:]
-    kv_heads, width = wanted_in.shape[1:]
+    batch, kv_heads, width = wanted_in.shape
     blocks, slots = slot_of_block.shape[2], block_of_slot.shape[1]
     lane, head = pl.program_id(0), pl.program_id(1)
     base, count, written, query_block = base[lane], count[lane], written[lane], query_block[lane]
-    start_of_hand = lax.rem(hand[lane, head], jnp.maximum(count, 1))
+    start_of_hand = hand[lane, head]
+    segment = lane * kv_heads + head
+    pairs = batch * kv_heads + 2 * segment * width
+
+    def synchronize():
+        """Between what one thread of the program writes and another one reads, or the other way round."""
+        if not interpret:
+            plgpu.debug_barrier()
 
     # Where a mask is off, an index points behind the array: the interpreter stores nothing there, and a GPU stores
     # nothing anywhere. An index that another element also has would let the interpreter write an old value over a new
@@ -76,72 +91,89 @@ def _plan_body(*refs, chunk, interpret):
     at = jnp.where(real, wanted, blocks)
     held = plgpu.load(slot_of_block.at[lane, head, at], mask=real, other=-1)
     record = plgpu.load(block_table.at[lane, at], mask=real, other=0) * kv_heads + head
+    start_of_hand = lax.rem(start_of_hand, jnp.maximum(count, 1))
     hit = real & (held >= 0)
-    plgpu.store(referenced.at[head, jnp.where(hit, lax.div(held, kv_heads), slots)], jnp.ones_like(held), mask=hit)
-    missing = real & (held < 0)
-    needed = jnp.sum(missing.astype(jnp.int32))
-    # The number of a missing block among them, from 1; no victim has the number 0.
-    number = jnp.where(missing, jnp.cumsum(missing.astype(jnp.int32)), 0)
+    held_slot = lax.div(held, kv_heads)
+    plgpu.store(referenced.at[head, jnp.where(hit, held_slot, slots)], jnp.full_like(held, _KEPT), mask=hit)
+    synchronize()
 
-    def look(turn):
-        sweep, start, found, last, slot = turn
-        # The second sweep reads what other threads of the program wrote in the first.
-        if not interpret:
-            plgpu.debug_barrier()
+    def places(start):
+        """The slots that the hand passes from its offset ``start`` on; a mask of those in the range."""
         position = start + jnp.arange(chunk)
         own = position < count
         around = start_of_hand + position
         place = base + jnp.where(around >= count, around - count, around)
-        place = jnp.where(own, place, slots)
-        block = plgpu.load(block_of_slot.at[head, place], mask=own, other=-1)
-        bit = plgpu.load(referenced.at[head, place], mask=own, other=0)
+        return jnp.where(own, place, slots), own
 
-        is_wanted = jnp.sum((block[:, None] == wanted[None, :]).astype(jnp.int32), axis=1) > 0
-        free = own & (block < 0)
-        may_go = free | (own & (block >= 0) & (block < written) & ~is_wanted)
+    def read(start, more):
+        place, own = places(start)
+        own &= more
+        return (
+            plgpu.load(block_of_slot.at[head, place], mask=own, other=-1),
+            plgpu.load(referenced.at[head, place], mask=own, other=_KEPT),
+        )
+
+    # Before it is known whether anything is missing: the sums run while memory answers.
+    first_chunk = read(0, True)
+    missing = real & (held < 0)
+    copied = missing & (wanted != query_block)
+    needed = jnp.sum(missing.astype(jnp.int32))
+    # Two prefix sums in one: the number of a missing block among them, and among those to copy, both from 1.
+    numbers = jnp.cumsum(missing.astype(jnp.int32) + (copied.astype(jnp.int32) << 16))
+    number, copy_number = numbers & 0xFFFF, numbers >> 16
+
+    def look(turn):
+        sweep, start, found, block, bit = turn
+        # Several threads may have read the same slot, and one of them changes it.
+        synchronize()
+        place, own = places(start)
+        free = block < 0
+        may_go = own & (bit != _KEPT) & (free | (block < written))
         ready = may_go & (free | (bit == 0))
         rank = found + jnp.cumsum(ready.astype(jnp.int32))
         victim = ready & (rank <= needed)
-        rank = jnp.where(victim, rank, -1)
-        found = jnp.maximum(found, jnp.max(rank))
-        in_chunk = jnp.max(jnp.where(victim, position, -1))
-        passed = may_go & ~ready & ((found < needed) | (position < in_chunk))
-
-        match = rank[:, None] == number[None, :]
-        new_block = jnp.sum(jnp.where(match, wanted[None, :], 0), axis=1)
-        new_slot = jnp.max(jnp.where(match, (place * kv_heads + head)[:, None], -1), axis=0)
-        evicted = victim & (block >= 0)
+        passed = may_go & ~ready & (rank < needed)
         changed = victim | passed
-        plgpu.store(block_of_slot.at[head, jnp.where(victim, place, slots)], new_block, mask=victim)
-        plgpu.store(referenced.at[head, jnp.where(changed, place, slots)], victim.astype(jnp.int32), mask=changed)
-        plgpu.store(
-            slot_of_block.at[lane, head, jnp.where(evicted, block, blocks)], jnp.full_like(block, -1), mask=evicted
-        )
+        plgpu.store(referenced.at[head, jnp.where(changed, place, slots)], jnp.where(victim, _KEPT, 0), mask=changed)
+        pair = jnp.where(victim, pairs + 2 * (rank - 1), plan.shape[0])
+        plgpu.store(plan.at[pair], place, mask=victim)
+        plgpu.store(plan.at[pair + 1], block, mask=victim)
+        synchronize()
         wraps = start + chunk >= count
-        return (
-            sweep + wraps.astype(jnp.int32),
-            jnp.where(wraps, 0, start + chunk),
-            found,
-            jnp.where(in_chunk >= 0, in_chunk, last),
-            jnp.maximum(slot, new_slot),
-        )
+        sweep, start = sweep + wraps.astype(jnp.int32), jnp.where(wraps, 0, start + chunk)
+        found += jnp.sum(ready.astype(jnp.int32))
+        # What comes after the last turn would have to wait for loads that nobody needs.
+        return sweep, start, found, *read(start, found < needed)
 
     zero = jnp.int32(0)
-    _, _, _, last, slot = lax.while_loop(
-        lambda turn: (turn[0] < 2) & (turn[2] < needed), look, (zero, zero, zero, jnp.int32(-1), held)
+    _, _, found, _, _ = lax.while_loop(
+        lambda turn: (turn[0] < 2) & (turn[2] < needed), look, (zero, zero, zero, *first_chunk)
     )
-    moved = start_of_hand + last + 1
-    hand[lane, head] = jnp.where(last < 0, start_of_hand, jnp.where(moved >= count, moved - count, moved))
+    found = jnp.minimum(found, needed)
+    placed = missing & (number <= found)
+    pair = jnp.where(placed, pairs + 2 * (number - 1), plan.shape[0])
+    victim = plgpu.load(plan.at[pair], mask=placed, other=-1)
+    evicted = plgpu.load(plan.at[pair + 1], mask=placed, other=-1)
+    synchronize()
 
-    placed = missing & (slot >= 0)
+    slot = jnp.where(placed, victim * kv_heads + head, held)
     plgpu.store(slot_ids.at[lane, head, entry], slot, mask=entry < width)
     plgpu.store(slot_of_block.at[lane, head, jnp.where(placed, wanted, blocks)], slot, mask=placed)
+    leaves = placed & (evicted >= 0)
+    plgpu.store(slot_of_block.at[lane, head, jnp.where(leaves, evicted, blocks)], jnp.full_like(slot, -1), mask=leaves)
+    plgpu.store(block_of_slot.at[head, jnp.where(placed, victim, slots)], wanted, mask=placed)
+    kept = hit | placed
+    kept_slot = jnp.where(kept, jnp.where(hit, held_slot, victim), slots)
+    plgpu.store(referenced.at[head, kept_slot], jnp.ones_like(slot), mask=kept)
 
-    segment, segments = lane * kv_heads + head, wanted_in.shape[0] * kv_heads
-    copied = placed & (wanted != query_block)
-    copies = copied.astype(jnp.int32)
-    pair = segments + 2 * (segment * width + jnp.cumsum(copies) - 1)
-    pair = jnp.where(copied, pair, plan.shape[0])
+    copied = copied & placed
+    pair = jnp.where(copied, pairs + 2 * (copy_number - 1), plan.shape[0])
     plgpu.store(plan.at[pair], record, mask=copied)
     plgpu.store(plan.at[pair + 1], slot, mask=copied)
-    plan[segment] = jnp.sum(copies)
+    # The last block that got a slot knows how many are copied and where the hand stopped: no further sums.
+    last = placed & (number == found)
+    moved = victim - base + 1
+    moved = jnp.where(moved == count, 0, moved)
+    plgpu.store(hand.at[lane, jnp.where(last, head, kv_heads)], moved, mask=last)
+    says = jnp.where(found > 0, last, entry == 0)
+    plgpu.store(plan.at[jnp.where(says, segment, plan.shape[0])], jnp.where(last, copy_number, 0), mask=says)
