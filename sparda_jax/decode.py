@@ -10,6 +10,7 @@ What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTI
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,10 @@ GPU_OPTIONS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_latency_hiding_scheduler": False,
 }
+
+
+Choose = Callable[[int, Int[Array, "batch"], Int[Array, "batch kv_heads width"]], Int[Array, "batch kv_heads width"]]
+"""(layer, position of the new token, selected blocks) -> the blocks to attend to."""
 
 
 class Fetch(enum.StrEnum):
@@ -84,6 +89,7 @@ class _Step:
     """What the layers of one step share; positions and blocks are -1 in idle lanes."""
 
     plan: DecodePlan
+    choose: Choose | None
     config: ModelConfig
     position: Int[Array, "batch"]
     query_block: Int[Array, "batch"]
@@ -109,6 +115,7 @@ def decode_step(
     tokens: Int[Array, "batch"],
     new_blocks: Int[Array, "batch"],
     plan: DecodePlan,
+    choose: Choose | None = None,
 ) -> tuple[Float[Array, "batch hidden"], DecodeState, Int[Array, "layers batch kv_heads"]]:
     """Appends one token to every live lane and computes its residual stream.
 
@@ -119,12 +126,13 @@ def decode_step(
         tokens: each lane's newest token.
         new_blocks: the physical block that a lane whose length is whole blocks begins, or -1.
         plan: the static choices.
+        choose: exchanges the selected blocks of a layer for others, so that a benchmark can set how many are missing.
 
     Returns:
         The stream before the final norm, the new cache, and how many records each layer copied per lane and KV head.
     """
     config = model.config
-    step = _begin(config, state, new_blocks, plan)
+    step = _begin(config, state, new_blocks, plan, choose)
     position = step.position
     cos, sin = rope_tables(config, jnp.maximum(position, 0)[:, None], plan.max_len)
     layers, copies = list(state.layers), []
@@ -168,7 +176,13 @@ def decode_step(
     return x[:, 0], new_state, jnp.stack(copies)
 
 
-def _begin(config: ModelConfig, state: DecodeState, new_blocks: Int[Array, "batch"], plan: DecodePlan) -> _Step:
+def _begin(
+    config: ModelConfig,
+    state: DecodeState,
+    new_blocks: Int[Array, "batch"],
+    plan: DecodePlan,
+    choose: Choose | None,
+) -> _Step:
     sparse, max_blocks = config.sparse, state.block_table.shape[1]
     query_block = jnp.where(state.live, state.lengths // sparse.block_size, -1)
     begun = jnp.where(new_blocks >= 0, query_block, max_blocks)
@@ -177,6 +191,7 @@ def _begin(config: ModelConfig, state: DecodeState, new_blocks: Int[Array, "batc
     is_sparse = (state.lengths + 1 >= sparse.dense_len) & (plan.mode is not Mode.DENSE)
     return _Step(
         plan=plan,
+        choose=choose,
         config=config,
         position=jnp.where(state.live, state.lengths, -1),
         query_block=query_block,
@@ -224,6 +239,8 @@ def _prepare(
     """
     backends = step.plan.backends
     blocks = _select(step, index, layer, queries, stored)
+    if step.choose:
+        blocks = step.choose(index, step.position, blocks)
     residency, slot_ids, copy_plan = plan_residency(
         layer.residency, blocks, step.block_table, step.query_block, step.written, backend=backends.residency
     )

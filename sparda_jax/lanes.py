@@ -15,7 +15,7 @@ from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import GPU_OPTIONS, DecodePlan, decode_step
+from sparda_jax.decode import GPU_OPTIONS, Choose, DecodePlan, decode_step
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
 
@@ -69,7 +69,7 @@ class DecodeLanes:
         self._lanes: list[_Lane | None] = [None] * shape.lanes
         self._graphdef, self._weights = nnx.split(model)
         self._step = jax.jit(
-            functools.partial(_step, self._graphdef, plan), donate_argnums=1, compiler_options=GPU_OPTIONS
+            functools.partial(step_and_sample, self._graphdef, plan), donate_argnums=1, compiler_options=GPU_OPTIONS
         )
         self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
         self.copies: Int[Array, "layers batch kv_heads"] | None = None
@@ -159,7 +159,7 @@ class DecodeLanes:
         return self._tokens
 
 
-def _step(
+def step_and_sample(
     graphdef: nnx.GraphDef,
     plan: DecodePlan,
     weights: nnx.State,
@@ -168,8 +168,13 @@ def _step(
     tokens: Int[Array, "batch"],
     new_blocks: Int[Array, "batch"],
     sampling: SamplingState,
+    choose: Choose | None = None,
 ) -> tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"]]:
+    """One step of all lanes as one program: the new tokens, the cache, and the records that each layer copied.
+
+    The arguments are those of `decode_step` and `sample`; the model comes in two parts, as `nnx.split` gives them.
+    """
     model = nnx.merge(graphdef, weights)
-    x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan)
+    x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan, choose)
     following = sample(model.logits(x), sampling, state.lengths)
     return jnp.where(state.live, following, tokens), state, copies

@@ -2,6 +2,7 @@
 
 import typer
 
+from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
@@ -13,6 +14,7 @@ def main() -> None:
 
 
 app.command()(kernels)
+app.command()(decode)
 
 if __name__ == "__main__":
     app()

@@ -11,7 +11,7 @@ from flax import nnx
 from sparda_jax.cache.state import CacheShape, empty_state
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
-from sparda_jax.lanes import _step
+from sparda_jax.lanes import step_and_sample
 from sparda_jax.model import abstract_decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
@@ -52,7 +52,7 @@ def compiled(mode: Mode, fetch: Fetch) -> Compiled:
     pools = tuple(pinned_host(pool, jnp.bfloat16) for _ in range(LAYERS))
     ids = jax.ShapeDtypeStruct((LANES,), jnp.int32)
     sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=1)] * LANES))
-    step = functools.partial(_step, graphdef, plan)
+    step = functools.partial(step_and_sample, graphdef, plan)
     return compile_for_h200(step, weights, state, pools, ids, ids, sampling, flags=GPU_OPTIONS, donate_argnums=1)
 
 

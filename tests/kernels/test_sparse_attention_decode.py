@@ -226,7 +226,7 @@ class TestInterpreted(DecodeAttention):
         case = make_case(np.random.default_rng(8), g, [11, 11], [698, 650])
         begin, end = case.slot_ids[1, 0, [0, -1]]
         case.slots[end, 0] = case.slots[begin, 0]
-        case.slots[begin, BLOCK], case.slots[end, BLOCK] = 2**20, -(2**20)
+        case.slots[begin, BLOCK], case.slots[end, BLOCK] = 2**23, -(2**23)
         # The interpreter leaves out the memory fences between the CTAs of a cluster.
         params = plgpu.InterpretGPUParams(inline_mgpu="ignore")
         with mosaic_interpreter(), plgpu.force_gpu_interpret_mode(params):

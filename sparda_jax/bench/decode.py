@@ -1,0 +1,253 @@
+"""``python -m sparda_jax.bench decode``: whole decode steps over the offload cache, at a set number of misses."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from flax import nnx
+from jaxtyping import Array, Int
+from rich.console import Console
+
+from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
+from sparda_jax.bench._report import Row, print_rows, write_json
+from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
+from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
+from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
+from sparda_jax.lanes import step_and_sample
+from sparda_jax.model import Decoder
+from sparda_jax.sampling import SamplingParams, SamplingState
+from sparda_jax.selection import Mode
+
+console = Console(soft_wrap=True)
+
+SHAPES = {
+    "minicpm4.1-8b": ModelConfig(
+        vocab_size=73448,
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position_embeddings=65536,
+        rms_norm_eps=1e-6,
+        embedding_scale=12.0,
+        residual_scale=1.4 / 32**0.5,
+        logit_divisor=16.0,
+        tie_word_embeddings=False,
+        rope=RopeConfig(theta=10000.0),
+        sparse=SparseConfig(),
+    )
+}
+WAYS = {
+    "sparda": (Mode.SPARDA, Fetch.AHEAD),
+    "sparda, in turn": (Mode.SPARDA, Fetch.IN_TURN),
+    "sparse": (Mode.SPARSE, Fetch.IN_TURN),
+}
+# Tokens per second by (batch, missing blocks) at 128K: the published code on an H200, the better of its runs.
+REFERENCE = {
+    "sparda": {(4, 10): 170, (4, 20): 194, (16, 10): 819, (16, 20): 774},
+    "sparse": {(4, 10): 135, (4, 20): 162, (16, 10): 484, (16, 20): 468},
+}
+TARGET = {"sparda": {(4, 10): 700, (16, 10): 1900}, "sparse": {(16, 10): 1100}}
+CONTEXT = 131072
+STEPS, SAMPLES, WARMUP = 16, 3, 4
+"""All steps stay within one block, so that none ends with a write-back."""
+METHOD = (
+    f"median of {SAMPLES} runs of {STEPS} steps, launched without waiting in between, after {WARMUP}; random weights "
+    "and contents; which blocks are attended to is set, so that each step misses the given number for each KV head and "
+    "layer but the first; the selection is computed all the same."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row.
+
+    Attributes:
+        way: a name of `WAYS`.
+        batch: lanes, all of the same length.
+        context: tokens of a lane.
+        misses: blocks that a KV head of a layer lacks in a step.
+        spare_slots: slots of a lane besides what one step attends to.
+        pools: how many different pools the layers read, since making them takes about a second per GiB.
+    """
+
+    way: str
+    batch: int
+    context: int
+    misses: int
+    spare_slots: int = 32
+    pools: int = 2
+
+    @property
+    def plan(self) -> DecodePlan:
+        mode, fetch = WAYS[self.way]
+        return DecodePlan(mode=mode, fetch=fetch, max_len=self.context)
+
+    def shape(self, config: ModelConfig) -> CacheShape:
+        blocks = -(-self.context // config.sparse.block_size)
+        slots = self.plan.list_width(config, blocks) + self.spare_slots
+        return CacheShape(lanes=self.batch, max_blocks=blocks, num_blocks=self.batch * blocks, slots_per_lane=slots)
+
+
+def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
+    """Seconds that a step takes at least: for reading HBM (weights, compressed keys, records), and for the copies."""
+    sparse, layers = config.sparse, config.num_layers
+    heads = config.num_heads + 3 * config.num_kv_heads
+    per_layer = config.hidden_size * ((heads + config.num_heads) * config.head_dim + 3 * config.intermediate_size)
+    weights = 2 * (layers * per_layer + config.vocab_size * config.hidden_size)
+    record = 2 * 2 * sparse.block_size * config.head_dim
+    keys = case.context // sparse.kernel_stride * 2 * config.head_dim
+    per_head = sparse.num_selected_blocks * record + keys
+    hbm = weights + layers * case.batch * config.num_kv_heads * per_head
+    copied = (layers - 1) * case.batch * config.num_kv_heads * case.misses * record
+    return hbm / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
+
+
+def lists_with(misses: int, config: ModelConfig, blocks: int, start: int) -> Any:
+    """The blocks of each step: the forced ones, and a window that moves on by ``misses`` blocks a token."""
+    sparse = config.sparse
+    first, last = sparse.init_blocks, blocks - 1 - sparse.local_blocks
+    free = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
+    tokens = WARMUP + SAMPLES * STEPS
+    room = last - first - free - tokens * misses
+    if room < 1:
+        raise typer.BadParameter(f"--misses {misses}: {tokens} steps need a longer --context.")
+
+    def choose(index: int, position: Int[Array, "batch"], blocks: Int[Array, "batch kv_heads width"]) -> Array:
+        lane, head = jnp.arange(blocks.shape[0])[:, None, None], jnp.arange(blocks.shape[1])[:, None]
+        moved = (index * 89 + lane * 37 + head * 17) % room + (position[:, None, None] - start) * misses
+        place = jnp.arange(blocks.shape[2])
+        window = first + moved + place - sparse.init_blocks
+        local = last + place - sparse.init_blocks - free
+        chosen = jnp.where(place < sparse.init_blocks + free, window, local)
+        chosen = jnp.where(place < sparse.init_blocks, place, chosen)
+        chosen = jnp.where(place < sparse.num_selected_blocks, chosen, -1)
+        # The selection is not dropped: these lists wait for it.
+        chosen, _ = jax.lax.optimization_barrier((chosen.astype(jnp.int32), blocks))
+        return chosen
+
+    return choose
+
+
+def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState:
+    """Lanes whose last block has just begun, with random keys, and tables that scatter a lane over the pool."""
+    shape, block_size = case.shape(config), config.sparse.block_size
+    fill = jax.jit(lambda like, key: jax.random.normal(key, like.shape, like.dtype), donate_argnums=0)
+
+    def filled(index: int, layer: LayerState) -> LayerState:
+        return dataclasses.replace(
+            layer,
+            slots=fill(layer.slots, jax.random.key(2 * index)),
+            pages=fill(layer.pages, jax.random.key(2 * index + 1)),
+        )
+
+    state = empty_state(config, shape, dtype)
+    table = np.random.default_rng(0).permutation(shape.num_blocks).reshape(shape.lanes, shape.max_blocks)
+    last = shape.max_blocks - 1
+    return DecodeState(
+        layers=tuple(filled(index, layer) for index, layer in enumerate(state.layers)),
+        block_table=jnp.asarray(table, jnp.int32),
+        lengths=jnp.full(shape.lanes, last * block_size, jnp.int32),
+        live=jnp.ones(shape.lanes, bool),
+        written=jnp.full(shape.lanes, last, jnp.int32),
+    )
+
+
+def measure(model: Decoder, case: Case) -> tuple[float, float, float]:
+    """Seconds of a step, seconds of compiling, and the blocks that a KV head missed on average."""
+    config, dtype = model.config, model.embed_tokens.dtype
+    state = full_state(config, case, dtype)
+    shape = case.shape(config)
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    size = (shape.num_blocks * config.num_kv_heads, 2 * config.sparse.block_size, config.head_dim)
+    make = jax.jit(functools.partial(jnp.ones, size, dtype), out_shardings=host)
+    few = [make() for _ in range(case.pools)]
+    pools = tuple(few[index % len(few)] for index in range(config.num_layers))
+    start = int(state.lengths[0])
+    choose = lists_with(case.misses, config, shape.max_blocks, start)
+    graphdef, weights = nnx.split(model)
+    sampling = SamplingState.of([SamplingParams(seed=0)] * case.batch)
+    none = jnp.full(case.batch, -1, jnp.int32)
+    tokens = jnp.zeros(case.batch, jnp.int32)
+    step = functools.partial(step_and_sample, graphdef, case.plan, choose=choose)
+    began = time.perf_counter()
+    lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
+    program = lowered.compile(compiler_options=GPU_OPTIONS)
+    compiling = time.perf_counter() - began
+    copied: list[Array] = []
+
+    def run(steps: int) -> float:
+        nonlocal tokens, state
+        began = time.perf_counter()
+        for _ in range(steps):
+            tokens, state, copies = program(weights, state, pools, tokens, none, sampling)
+            copied.append(copies)
+        jax.block_until_ready((tokens, state))
+        return (time.perf_counter() - began) / steps
+
+    run(WARMUP)
+    copied.clear()
+    seconds = statistics.median(run(STEPS) for _ in range(SAMPLES))
+    return seconds, compiling, float(np.mean([np.asarray(copies)[1:] for copies in copied]))
+
+
+def decode(
+    shape: Annotated[str, typer.Option(help=f"Model geometry: {', '.join(SHAPES)}.")] = "minicpm4.1-8b",
+    way: Annotated[str, typer.Option(help=f"Ways to decode, separated by '/': {'/'.join(WAYS)}.")] = "sparda/sparse",
+    batch: Annotated[str, typer.Option(help="Numbers of sequences, comma-separated.")] = "4,16",
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = CONTEXT,
+    misses: Annotated[str, typer.Option(help="Missing blocks per KV head, layer and step, comma-separated.")] = "10",
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
+) -> None:
+    """Time whole decode steps on this machine's GPU, beside floors, the reference's times and the targets."""
+    if jax.default_backend() != "gpu":
+        raise typer.BadParameter("the benchmark needs an NVIDIA GPU, and JAX sees none here: run it on a GPU machine.")
+    config = SHAPES[shape]
+    if layers:
+        config = dataclasses.replace(config, num_layers=layers)
+    model = Decoder(config, has_forecast=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    whole = context == CONTEXT and layers is None
+    rows: list[Row] = []
+    for name in way.split("/"):
+        for size in map(int, batch.split(",")):
+            for count in map(int, misses.split(",")):
+                case = Case(way=name, batch=size, context=context, misses=count)
+                seconds, compiling, missed = measure(model, case)
+                hbm, copies = floors(config, case)
+                key = (size, count)
+                rows.append(
+                    Row(
+                        name=name,
+                        backend="auto",
+                        settings={
+                            "batch": size,
+                            "misses": round(missed, 2),
+                            "context": context,
+                            "layers": config.num_layers,
+                            "ms": round(1e3 * seconds, 3),
+                            "floor_hbm_ms": round(1e3 * hbm, 3),
+                            "floor_copy_ms": round(1e3 * copies, 3),
+                            "compile_s": round(compiling, 1),
+                        },
+                        value=size / seconds,
+                        unit="tokens/s",
+                        floor=size / max(hbm, copies),
+                        reference=REFERENCE.get(name, {}).get(key) if whole else None,
+                        target=TARGET.get(name, {}).get(key) if whole else None,
+                    )
+                )
+                console.print(f"{name} {rows[-1].settings}: {rows[-1].value:.4g} tokens/s", markup=False)
+    print_rows(rows, console)
+    if json_out:
+        write_json(json_out, rows, what="decode steps over the offload cache", method=METHOD, commit=commit)
