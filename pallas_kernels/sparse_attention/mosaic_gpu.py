@@ -227,7 +227,7 @@ def _sum_parts(
         logits = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((_BLOCK, rows), jnp.float32))
         row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK, rows), 0, layout=wgmma)
         logits = jnp.where(row < stored, logits * scale, _LOWEST)
-        new_peak = jnp.maximum(peak, logits.max(axis=0))
+        new_peak = jnp.maximum(peak, jnp.round(logits.max(axis=0)))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
         shrink = _power_of_two(peak - new_peak)
         weights_t = weights_smem.at[lax.rem(position, jnp.int32(2))]
@@ -384,4 +384,5 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, columns: Array, que
 
 def _power_of_two(exponent: Array) -> Array:
     """2^exponent exactly, for whole numbers up to 0; zero below -126."""
-    return jnp.exp2(exponent)
+    biased = jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127
+    return lax.bitcast_convert_type(biased * (1 << 23), jnp.float32)
