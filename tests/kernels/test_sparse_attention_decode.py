@@ -219,12 +219,12 @@ class TestInterpreted(DecodeAttention):
     def test_ctas_do_not_change_the_bits(self):
         """Six parts, the last of one record: all by one CTA; by three CTAs; by three CTAs in a cluster.
 
-        The first of these adds four parts, a run, itself. In the second list a huge value is taken away again by the
-        last record, so that a sum in another order, or one that rounds anywhere else, shows in what remains.
+        The first of these adds four parts, a run, itself. In the second list the last part takes a huge value of
+        the part before away again, so that a sum in another order, or one that rounds elsewhere, shows in what remains.
         """
         g = Geometry(kv_heads=1, group=8, head_dim=64, width=11)
         case = make_case(np.random.default_rng(8), g, [11, 11], [698, 650])
-        begin, end = case.slot_ids[1, 0, [0, -1]]
+        begin, end = case.slot_ids[1, 0, [8, 10]]
         case.slots[end, 0] = case.slots[begin, 0]
         case.slots[begin, BLOCK], case.slots[end, BLOCK] = 2**23, -(2**23)
         # The interpreter leaves out the memory fences between the CTAs of a cluster.
