@@ -171,3 +171,17 @@ def test_kernels_are_timed_on_a_gpu(name: str, backend: Backend) -> None:
     row = bench.measure(name, backend, Size(batch=2, context=bench.CONTEXT), {})
     assert row.error is None
     assert row.value is not None
+
+
+def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(name: str, backend: Backend, size: Size, settings: dict) -> Row:
+        if backend is Backend.TRITON:
+            raise KeyboardInterrupt
+        return Row(name=name, backend=backend, value=1.0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
+    file = tmp_path / "rows.json"
+    CliRunner().invoke(app, ["kernels", "--filter", "plan/", "--batch", "1", "--json", str(file)])
+    assert [row["backend"] for row in json.loads(file.read_text())["rows"]] == ["reference"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]

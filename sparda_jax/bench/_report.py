@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -83,7 +84,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
 
 
 def write_json(file: Path, rows: Sequence[Row], *, what: str, method: str, commit: str | None = None) -> None:
-    """Writes the rows with the command, the commit, the machine and the versions."""
+    """Writes the rows with the command, the commit, the machine and the versions; the file is whole at any time."""
     record = {
         "what": what,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -95,7 +96,9 @@ def write_json(file: Path, rows: Sequence[Row], *, what: str, method: str, commi
         "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished = file.with_name(f"{file.name}.tmp-{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(file)
 
 
 def _short(number: float | None) -> str:

@@ -248,6 +248,7 @@ def decode(
                     )
                 )
                 console.print(f"{name} {rows[-1].settings}: {rows[-1].value:.4g} tokens/s", markup=False)
+                if json_out:
+                    what = "decode steps over the offload cache"
+                    write_json(json_out, rows, what=what, method=METHOD, commit=commit)
     print_rows(rows, console)
-    if json_out:
-        write_json(json_out, rows, what="decode steps over the offload cache", method=METHOD, commit=commit)

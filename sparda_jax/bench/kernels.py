@@ -153,10 +153,12 @@ def kernels(
                     rows.append(measure(name, backend, size, settings))
                     value = rows[-1].error or f"{rows[-1].value:.4g} {rows[-1].unit}"
                     console.print(f"{name}/{backend} batch={size.batch} {settings}: {value}", markup=False)
+                    if json_out:  # after every row: a run that is killed keeps what it has
+                        write_json(
+                            json_out, rows, what="decode kernels, GPU time per layer", method=METHOD, commit=commit
+                        )
     finally:
         print_rows(rows, console)
-        if json_out:
-            write_json(json_out, rows, what="decode kernels, GPU time per layer", method=METHOD, commit=commit)
 
 
 def measure(name: str, backend: Backend, size: Size, settings: Mapping[str, Any]) -> Row:
