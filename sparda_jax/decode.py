@@ -1,8 +1,8 @@
 """One decode step over the offload cache: select, fetch what is missing, attend; the next layer's fetch beside it.
 
-The order of a layer is that of docs/semantics.md sections 4 and 5: under a Forecast, layer l scores the blocks of layer
-l + 1 as soon as its own projections are there, and the records that layer l + 1 lacks travel while layer l attends and
-runs its MLP. Every other mode fetches for the layer it is in, and waits.
+The order of a layer is that of docs/semantics.md sections 4 and 5: in a mode that looks ahead, layer l scores the
+blocks of layer l + 1 as soon as its own projections are there, and the records that layer l + 1 lacks travel while
+layer l attends and runs its MLP. Every other mode fetches for the layer it is in, and waits.
 
 What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTIONS` and three ties, marked below
 (docs/performance.md, "Overlap").
@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparda_jax.cache.append import finish_window, write_token
+from sparda_jax.cache.append import finish_window, write_partial_key, write_token
 from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.model import Decoder, Projections, rope_tables
+from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
 from sparda_jax.pallas_kernels.record_copy import fetch_records
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
-from sparda_jax.selection import Mode, group_heads, random_scores
+from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
 
 # Edges of the CUDA graph follow from data alone, so that a copy can run beside a layer. CPUs ignore these.
 GPU_OPTIONS = {
@@ -43,7 +43,7 @@ Choose = Callable[[int, Int[Array, "batch"], Int[Array, "batch kv_heads width"]]
 class Fetch(enum.StrEnum):
     """When the records that a layer lacks are fetched."""
 
-    AHEAD = "ahead"  # while the layer before computes; needs a Forecast
+    AHEAD = "ahead"  # while the layer before computes; needs a mode that looks ahead
     IN_TURN = "in-turn"  # by the layer itself, which waits
 
 
@@ -74,14 +74,22 @@ class DecodePlan:
     backends: Backends = dataclasses.field(default_factory=Backends)
 
     def __post_init__(self) -> None:
-        if self.fetch is Fetch.AHEAD and not self.mode.needs_forecast:
-            raise ConfigError(f"fetch={self.fetch.value} needs a Forecast, and mode={self.mode.value} has none")
-        if self.mode is Mode.INFINIGEN:
-            raise ConfigError("mode=infinigen is not implemented over the offload cache; use the contiguous one")
+        if self.fetch is Fetch.AHEAD and not self.mode.looks_ahead:
+            able = ", ".join(mode.value for mode in Mode if mode.looks_ahead)
+            raise ConfigError(
+                f"fetch={self.fetch.value} needs a mode that looks a layer ahead ({able}), and mode={self.mode.value} "
+                f"does not: use fetch={Fetch.IN_TURN.value}"
+            )
 
     def list_width(self, config: ModelConfig, max_blocks: int) -> int:
-        """Entries of a block list: a selection, a request below ``dense_len``, or in dense mode everything."""
-        return max_blocks if self.mode is Mode.DENSE else min(config.sparse.min_list_width, max_blocks)
+        """Entries of a block list: a selection, a request below ``dense_len``, or in dense mode everything.
+
+        InfiniGen is never dense, so its lists hold a selection and no more.
+        """
+        if self.mode is Mode.DENSE:
+            return max_blocks
+        never_dense = self.mode is Mode.INFINIGEN
+        return min(config.sparse.num_selected_blocks if never_dense else config.sparse.min_list_width, max_blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,8 @@ class _Step:
     plan: DecodePlan
     choose: Choose | None
     config: ModelConfig
+    cos: Float[Array, "batch 1 half"]
+    sin: Float[Array, "batch 1 half"]
     position: Int[Array, "batch"]
     query_block: Int[Array, "batch"]
     num_selected: Int[Array, "batch"]
@@ -134,13 +144,12 @@ def decode_step(
     config = model.config
     step = _begin(config, state, new_blocks, plan, choose)
     position = step.position
-    cos, sin = rope_tables(config, jnp.maximum(position, 0)[:, None], plan.max_len)
     layers, copies = list(state.layers), []
     ahead: _Prepared | None = None
     previous: Projections | None = None
     x = model.embed(tokens[:, None])
     for index, module in enumerate(model.layers):
-        projections = module.project(x, cos, sin)
+        projections = module.project(x, step.cos, step.sin)
         k, v, q = projections.k[:, 0], projections.v[:, 0], group_heads(projections.q, config)[:, 0]
         layer = finish_window(ahead.layer if ahead else layers[index], k, position, step.block_table, config.sparse)
         # The window is read from the slots before the token is written to them; else XLA would keep a copy of them.
@@ -149,16 +158,18 @@ def decode_step(
         if ahead:
             ready = dataclasses.replace(ahead, layer=layer)
         else:
-            ready = _prepare(step, index, layer, pools[index], _queries(step, projections, previous), position + 1)
+            queries = _queries(step, module, projections, previous)
+            ready = _prepare(step, index, layer, pools[index], queries, position + 1)
         ahead = None
         if plan.fetch is Fetch.AHEAD and index + 1 < config.num_layers:
             # The keys of layer l + 1 are still those before this token; the blocks that it could change are always
             # selected (docs/semantics.md section 5.4).
-            forecast = _forecast(projections.q_future)
-            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], forecast, position)
+            queries = _ahead(step, model.layers[index + 1], projections)
+            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position)
             # Tie 2: the layer's attention waits for the plan (which is never negative), so the fetch is issued first.
             q = jnp.where(ahead.copy_plan[0] < 0, 0, q)
         layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
+        layer = write_partial_key(layer, k, position, step.block_table)
         attended = sparse_attention_decode(
             q, layer.slots, ready.slot_ids, position + 1, backend=plan.backends.sparse_attention
         )
@@ -189,11 +200,15 @@ def _begin(
     width = plan.list_width(config, max_blocks)
     # One decision per request: below dense_len it attends to everything, which fits into the list.
     is_sparse = (state.lengths + 1 >= sparse.dense_len) & (plan.mode is not Mode.DENSE)
+    position = jnp.where(state.live, state.lengths, -1)
+    cos, sin = rope_tables(config, jnp.maximum(position, 0)[:, None], plan.max_len)
     return _Step(
         plan=plan,
         choose=choose,
         config=config,
-        position=jnp.where(state.live, state.lengths, -1),
+        cos=cos,
+        sin=sin,
+        position=position,
         query_block=query_block,
         num_selected=jnp.where(is_sparse, min(sparse.num_selected_blocks, width), width),
         written=state.written,
@@ -210,12 +225,21 @@ def _forecast(
     return jnp.swapaxes(projection, 1, 2)
 
 
+def _ahead(step: _Step, module: DecoderLayer, previous: Projections) -> Float[Array, "batch kv_heads 1 head_dim"]:
+    """What the blocks of a layer are scored with before the layer before it has attended."""
+    if step.plan.mode.needs_forecast:
+        return _forecast(previous.q_future)
+    return jnp.swapaxes(infinigen_query(step.config, module, previous, step.cos, step.sin), 1, 2)
+
+
 def _queries(
-    step: _Step, current: Projections, previous: Projections | None
+    step: _Step, module: DecoderLayer, current: Projections, previous: Projections | None
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """What a layer that was not prepared ahead scores its own blocks with."""
+    if previous and step.plan.mode.looks_ahead:
+        return _ahead(step, module, previous)
     if step.plan.mode.needs_forecast:
-        return _forecast(current.q_curr if previous is None else previous.q_future)
+        return _forecast(current.q_curr)
     return group_heads(current.q, step.config)[:, 0]
 
 
@@ -268,6 +292,11 @@ def _select(
         return jnp.broadcast_to(every[:, None], (every.shape[0], config.num_kv_heads, step.width))
     if mode is Mode.RANDOM:
         scores = random_scores(config, index, step.position[:, None], max_blocks)[:, :, 0]
+        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits)
+    if layer.partial_keys is not None and layer.partial_basis is not None:
+        scores = partial_key_scores(
+            queries[:, :, 0], layer.partial_basis, layer.partial_keys, step.block_table, step.position
+        )
         return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits)
     return select_blocks_decode(
         queries,

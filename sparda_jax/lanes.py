@@ -16,8 +16,10 @@ from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError
 from sparda_jax.decode import GPU_OPTIONS, Choose, DecodePlan, decode_step
+from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
+from sparda_jax.selection import Mode
 
 
 @dataclasses.dataclass
@@ -38,18 +40,22 @@ class DecodeLanes:
         model: the weights.
         shape: sizes of the cache.
         plan: the static choices of a step.
+        skew: InfiniGen's calibrated basis, a matrix per KV head and layer; needed in that mode only.
 
     Raises:
-        ConfigError: the slots can't hold what one step selects, or the mode needs a Forecast that is not there.
+        ConfigError: the slots can't hold what one step selects, or the mode needs a Forecast or a basis that is not
+            there.
     """
 
-    def __init__(self, model: Decoder, shape: CacheShape, plan: DecodePlan):
+    def __init__(self, model: Decoder, shape: CacheShape, plan: DecodePlan, skew: Skew | None = None):
         config = model.config
         if plan.mode.needs_forecast and not model.has_forecast:
             raise ConfigError(
                 f"mode={plan.mode.value} needs a Forecast, and this checkpoint carries none: add one with "
                 "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
             )
+        if plan.mode is Mode.INFINIGEN and skew is None:
+            raise ConfigError("mode=infinigen needs a calibrated basis (`calibrate`), and none was given")
         width = plan.list_width(config, shape.max_blocks)
         if min(shape.slots_of(layer) for layer in range(config.num_layers)) < width:
             raise ConfigError(
@@ -62,7 +68,9 @@ class DecodeLanes:
         host = jax.sharding.SingleDeviceSharding(self._device, memory_kind="pinned_host")
         self._pool = HostPool(config, shape, dtype, host, plan.backends.record_copy)
         self._allocator = BlockAllocator(shape.num_blocks)
-        self._state: DecodeState = jax.device_put(empty_state(config, shape, dtype), self._device)
+        state = empty_state(config, shape, dtype, partial_channels=plan.mode.partial_channels(config))
+        self._state: DecodeState = jax.device_put(state, self._device)
+        self._skew = jax.device_put(skew, self._device)
         self._tokens = jnp.zeros(shape.lanes, jnp.int32, device=self._device)
         self._sampling = jax.device_put(SamplingState.of([SamplingParams()] * shape.lanes), self._device)
         self._no_blocks = jnp.full(shape.lanes, -1, jnp.int32, device=self._device)
@@ -111,7 +119,7 @@ class DecodeLanes:
         ids = np.zeros(cache.capacity // block_size, np.int32)
         ids[: len(blocks)] = blocks
         self._pool.store(cache, ids, length // block_size)
-        self._state = self._admit(self._state, cache, jnp.int32(lane), jnp.asarray(ids))
+        self._state = self._admit(self._state, cache, jnp.int32(lane), jnp.asarray(ids), skew=self._skew)
         self._tokens = self._tokens.at[lane].set(first_token)
         row = SamplingState.of([params])
         self._sampling = jax.tree.map(lambda all_lanes, one: all_lanes.at[lane].set(one[0]), self._sampling, row)

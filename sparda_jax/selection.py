@@ -35,6 +35,15 @@ class Mode(enum.StrEnum):
     def needs_forecast(self) -> bool:
         return self in (Mode.SPARDA, Mode.SPARDA_DECODE_ONLY)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """In decode a layer's blocks are scored with what the layer before computes before it attends."""
+        return self.needs_forecast or self is Mode.INFINIGEN
+
+    def partial_channels(self, config: ModelConfig) -> int:
+        """Channels of the partial keys that a decode cache has to carry for this mode; 0: it needs none."""
+        return min(INFINIGEN_CHANNELS, config.head_dim) if self is Mode.INFINIGEN else 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryContext:
@@ -116,23 +125,67 @@ def random_scores(
 def _infinigen_scores(
     config: ModelConfig, query: QueryContext, cache: LayerCache
 ) -> Float[Array, "batch kv_heads 1 blocks"]:
-    """``sum_h ((q_h A)[I] . (k A)[I]) / sqrt(32)`` per token, pooled to blocks (docs/semantics.md section 7.3).
+    """``sum_h ((q_h A)[I] . (k A)[I]) / sqrt(|I|)`` per token, pooled to blocks (docs/semantics.md section 7.3).
 
-    q is this layer's query projection of the *previous* layer's input and I the channels that weighed most over the
-    prompt. Projecting the head-summed query back, ``A (mask * (A^T q))``, gives the same numbers from K itself.
+    Projecting the head-summed query back, ``A[I] (A[I]^T q)``, gives the same numbers from K itself.
     """
     if query.previous is None or query.skew is None or cache.channel_weight is None:
         raise ConfigError("mode=infinigen needs a calibrated basis and a cache made for it")
-    guess = query.layer.self_attn.project_query(query.previous.normed, query.cos, query.sin)
-    guess = jnp.sum(group_heads(guess, config).astype(jnp.float32), axis=3)
-    count = min(INFINIGEN_CHANNELS, config.head_dim)
-    _, channels = jax.lax.top_k(cache.channel_weight, count)
-    mask = jnp.any(channels[..., None] == jnp.arange(config.head_dim), axis=-2)
-    skewed = _highest("bqhd,hdc->bqhc", guess, query.skew) * mask[:, None]
-    projected = _highest("bqhc,hdc->bqhd", skewed, query.skew)
-    scores = _highest("bqhd,bhwd->bhqw", projected, cache.k.astype(jnp.float32)) / jnp.sqrt(jnp.float32(count))
+    guess = infinigen_query(config, query.layer, query.previous, query.cos, query.sin)
+    basis = kept_basis(config, query.skew, cache.channel_weight)
+    skewed = _highest("bqhd,bhdc->bqhc", guess, basis) / jnp.sqrt(jnp.float32(basis.shape[-1]))
+    projected = _highest("bqhc,bhdc->bqhd", skewed, basis)
+    scores = _highest("bqhd,bhwd->bhqw", projected, cache.k.astype(jnp.float32))
     past = jnp.arange(cache.k.shape[2]) < query.positions[:, None, :, None]
     return pool_to_blocks(jnp.where(past, scores, -jnp.inf), config.sparse.block_size)
+
+
+def partial_key_scores(
+    query: Float[Array, "batch kv_heads head_dim"],
+    basis: Float[Array, "batch kv_heads head_dim channels"],
+    partial_keys: Float[Array, "num_blocks kv_heads block_size channels"],
+    block_table: Int[Array, "batch blocks"],
+    position: Int[Array, "batch"],
+) -> Float[Array, "batch kv_heads blocks"]:
+    """InfiniGen's block scores of one new token per sequence, from partial keys read through a table.
+
+    Args:
+        query: `infinigen_query` of the new token.
+        basis: `kept_basis` of each sequence.
+        partial_keys: ``(k A)[I]`` of every token, by physical block.
+        block_table: the physical block of each block of a sequence.
+        position: of the new token; tokens at and behind it are not scored and may hold anything.
+    """
+    skewed = _highest("bhd,bhdc->bhc", query, basis) / jnp.sqrt(jnp.float32(basis.shape[-1]))
+    # A product and a sum in place of a matrix product: XLA reads the keys where they lie, and the gathered and widened
+    # keys never exist in memory.
+    keys = partial_keys.at[block_table].get(mode="clip").astype(jnp.float32)
+    scores = jnp.sum(keys * skewed[:, None, :, None], axis=-1)
+    scores = jnp.swapaxes(scores, 1, 2).reshape(*skewed.shape[:2], -1)
+    past = jnp.arange(scores.shape[-1]) < position[:, None, None]
+    return pool_to_blocks(jnp.where(past, scores, -jnp.inf), partial_keys.shape[2])
+
+
+def infinigen_query(
+    config: ModelConfig,
+    layer: DecoderLayer,
+    previous: Projections,
+    cos: Float[Array, "batch q_len half"],
+    sin: Float[Array, "batch q_len half"],
+) -> Float[Array, "batch q_len kv_heads head_dim"]:
+    """This layer's query projection of the *previous* layer's input, summed over the heads of a group, float32."""
+    guess = layer.self_attn.project_query(previous.normed, cos, sin)
+    return jnp.sum(group_heads(guess, config).astype(jnp.float32), axis=3)
+
+
+def kept_basis(
+    config: ModelConfig,
+    skew: Float[Array, "kv_heads head_dim head_dim"],
+    channel_weight: Float[Array, "batch kv_heads head_dim"],
+) -> Float[Array, "batch kv_heads head_dim channels"]:
+    """``A[I]``: the columns of the basis, one per sequence and KV head, that weighed most over the prompt."""
+    _, channels = jax.lax.top_k(channel_weight, Mode.INFINIGEN.partial_channels(config))
+    return jnp.take_along_axis(skew[None], channels[:, :, None], axis=-1)
 
 
 def channel_importance(

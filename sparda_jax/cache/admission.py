@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from sparda_jax.cache.kv import KVCache, LayerCache
 from sparda_jax.cache.records import to_pages, to_records
 from sparda_jax.cache.state import DecodeState, LayerState
-from sparda_jax.config import ModelConfig
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.forward import Skew
+from sparda_jax.selection import kept_basis
 
 
 def admit(
@@ -18,6 +21,7 @@ def admit(
     block_ids: Int[Array, "blocks"],
     *,
     config: ModelConfig,
+    skew: Skew | None = None,
 ) -> DecodeState:
     """Gives ``lane`` to the sequence of a contiguous cache; what the lane held before is forgotten.
 
@@ -30,17 +34,23 @@ def admit(
         lane: which lane.
         block_ids: the physical block of each block of ``cache``'s capacity, the partial tail's included.
         config: the model.
+        skew: InfiniGen's calibrated basis, where the lanes keep partial keys.
+
+    Raises:
+        ConfigError: the lanes keep partial keys, and the basis or the prompt's channel weights are missing.
     """
     block_size, length = config.sparse.block_size, cache.lengths[0]
     num_blocks = (length + block_size - 1) // block_size
-    layers = tuple(
-        _admit_layer(layer, stored, lane, block_ids, num_blocks, config)
-        for layer, stored in zip(state.layers, cache.layers, strict=True)
-    )
+    layers = []
+    for index, (layer, stored) in enumerate(zip(state.layers, cache.layers, strict=True)):
+        # Blocks that the sequence does not have get an index behind the end: the scatters drop them.
+        physical = jnp.where(jnp.arange(block_ids.shape[0]) < num_blocks, block_ids, layer.pages.shape[0])
+        layer = _admit_layer(layer, stored, lane, physical, num_blocks, config)
+        layers.append(_admit_partial_keys(layer, stored, lane, physical, config, skew[index] if skew else None))
     max_blocks = state.block_table.shape[1]
     row = jnp.zeros(max_blocks, jnp.int32).at[jnp.arange(block_ids.shape[0])].set(block_ids, mode="drop")
     return DecodeState(
-        layers=layers,
+        layers=tuple(layers),
         block_table=state.block_table.at[lane].set(row),
         lengths=state.lengths.at[lane].set(length),
         live=state.live.at[lane].set(True),
@@ -49,12 +59,11 @@ def admit(
 
 
 def _admit_layer(
-    layer: LayerState, stored: LayerCache, lane: Array, block_ids: Array, num_blocks: Array, config: ModelConfig
+    layer: LayerState, stored: LayerCache, lane: Array, physical: Array, num_blocks: Array, config: ModelConfig
 ) -> LayerState:
     tables, kv_heads = layer.residency, config.num_kv_heads
     max_blocks, num_slots = tables.slot_of_block.shape[2], tables.block_of_slot.shape[1]
     pages = to_pages(stored.compressed_k, config.sparse.windows_per_block)[0]
-    physical = jnp.where(jnp.arange(block_ids.shape[0]) < num_blocks, block_ids, layer.pages.shape[0])
 
     # Which block each slot of the lane gets; -1: none. A lane's range is at most the whole sequence long.
     base, count = tables.base[lane], tables.count[lane]
@@ -80,4 +89,24 @@ def _admit_layer(
         # The hand starts at the first empty slot, so nothing is evicted while one is left.
         hand=tables.hand.at[lane].set(jnp.where(num_blocks < count, num_blocks, 0)),
     )
-    return LayerState(slots=slots, pages=layer.pages.at[physical].set(pages, mode="drop"), residency=residency)
+    pages = layer.pages.at[physical].set(pages, mode="drop")
+    return dataclasses.replace(layer, slots=slots, pages=pages, residency=residency)
+
+
+def _admit_partial_keys(
+    layer: LayerState, stored: LayerCache, lane: Array, physical: Array, config: ModelConfig, skew: Array | None
+) -> LayerState:
+    """InfiniGen's: the sequence keeps the channels that weighed most over its prompt, and all its keys get skewed."""
+    if layer.partial_keys is None or layer.partial_basis is None:
+        return layer
+    if skew is None or stored.channel_weight is None:
+        raise ConfigError("mode=infinigen needs a calibrated basis and a cache made for it")
+    basis = kept_basis(config, skew, stored.channel_weight)
+    keys = stored.k.astype(jnp.float32)
+    kept = jnp.einsum("bhwd,bhdc->bhwc", keys, basis, precision=jax.lax.Precision.HIGHEST)[0]
+    pages = kept.reshape(kept.shape[0], physical.shape[0], -1, kept.shape[-1]).swapaxes(0, 1)
+    return dataclasses.replace(
+        layer,
+        partial_keys=layer.partial_keys.at[physical].set(pages.astype(layer.partial_keys.dtype), mode="drop"),
+        partial_basis=layer.partial_basis.at[lane].set(basis[0]),
+    )

@@ -20,11 +20,17 @@ class LayerState:
         slots: records of the blocks that are here at the moment; slot n of head h is row ``n * kv_heads + h``.
         pages: compressed keys of every block in the pool, by physical block.
         residency: which block lies in which slot.
+        partial_keys: InfiniGen's skewed channels of every token's key, by physical block and in the dtype of the keys.
+            None in other modes and in layer 0. They are the owning sequence's alone: another one with the same prefix
+            keeps other channels.
+        partial_basis: per lane the columns of InfiniGen's basis that its sequence keeps; None with ``partial_keys``.
     """
 
     slots: Float[Array, "slots rows head_dim"]
     pages: Float[Array, "num_blocks kv_heads windows_per_block head_dim"]
     residency: Residency
+    partial_keys: Float[Array, "num_blocks kv_heads block_size channels"] | None = None
+    partial_basis: Float[Array, "batch kv_heads head_dim channels"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -72,12 +78,24 @@ class CacheShape:
         return self.max_blocks if layer == 0 else min(self.slots_per_lane, self.max_blocks)
 
 
-def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype) -> DecodeState:
-    """A cache without sequences; every lane owns an equal range of the slots."""
+def empty_state(
+    config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, partial_channels: int = 0
+) -> DecodeState:
+    """A cache without sequences; every lane owns an equal range of the slots.
+
+    Args:
+        config: the model.
+        shape: the cache's sizes.
+        dtype: of the keys and values.
+        partial_channels: of InfiniGen's partial keys, see `Mode.partial_channels`; layer 0 never has them.
+    """
     heads, block_size = config.num_kv_heads, config.sparse.block_size
 
     def layer_state(layer: int) -> LayerState:
         count = shape.slots_of(layer)
+        has_partial = partial_channels > 0 and layer > 0
+        partial_keys = (shape.num_blocks, heads, block_size, partial_channels)
+        partial_basis = (shape.lanes, heads, config.head_dim, partial_channels)
         return LayerState(
             slots=jnp.zeros((shape.lanes * count * heads, 2 * block_size, config.head_dim), dtype),
             pages=jnp.zeros((shape.num_blocks, heads, config.sparse.windows_per_block, config.head_dim), dtype),
@@ -88,6 +106,8 @@ def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype) -> Dec
                 max_blocks=shape.max_blocks,
                 num_slots=shape.lanes * count,
             ),
+            partial_keys=jnp.zeros(partial_keys, dtype) if has_partial else None,
+            partial_basis=jnp.zeros(partial_basis, jnp.float32) if has_partial else None,
         )
 
     return DecodeState(

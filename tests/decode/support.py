@@ -9,11 +9,14 @@ from flax import nnx
 
 from sparda_jax.cache import KVCache
 from sparda_jax.cache.state import CacheShape
-from sparda_jax.decode import DecodePlan, Fetch
-from sparda_jax.forward import forward
+from sparda_jax.decode import DecodePlan, Fetch, decode_step
+from sparda_jax.forward import Skew, forward
+from sparda_jax.infinigen import calibrate
 from sparda_jax.lanes import DecodeLanes
+from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
-from tests.core.support import CAPACITY, PROMPT_WIDTH, tokens, toy
+from tests import oracle
+from tests.core.support import CAPACITY, PROMPT_WIDTH, Toy, load, tokens, toy
 
 MODEL = toy("deep").decoder
 CONFIG = MODEL.config
@@ -21,22 +24,39 @@ MAX_BLOCKS = CAPACITY // CONFIG.sparse.block_size
 # Selecting among 11 blocks, among 7, and a single partial block; lengths end inside and at the end of a block.
 LENGTHS, SEEDS = (650, 384, 40), (5, 6, 7)
 STEPS = 150
+GREEDY = SamplingParams()
+WIDTH = CONFIG.sparse.num_selected_blocks
+
+
+@functools.cache
+def toy_of(mode: Mode) -> Toy:
+    """For InfiniGen one of the same depth whose heads have 64 channels, of which it keeps half; its ``dense_len`` is
+    longer than any sequence, which InfiniGen has to pass over.
+    """
+    if mode is not Mode.INFINIGEN:
+        return toy("deep")
+    sparse = {"dense_len": 2048}
+    config = oracle.toy_config(head_dim=64, num_attention_heads=4, num_hidden_layers=3, sparse_config=sparse)
+    return load(config, oracle.toy_weights(config, seed=3))
+
+
+@functools.cache
+def skew_of(mode: Mode) -> Skew | None:
+    return calibrate(toy_of(mode).decoder, tokens()[:620].tolist(), CAPACITY) if mode is Mode.INFINIGEN else None
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode"))
-def _forward(graphdef, weights, cache, new, num_new, sparse, *, mode, decode):
-    return forward(
-        nnx.merge(graphdef, weights), cache, new, num_new, sparse, mode=mode, decode=decode, max_len=CAPACITY
-    )[:2]
+def _forward(graphdef, weights, skew, cache, new, num_new, sparse, *, mode, decode):
+    model = nnx.merge(graphdef, weights)
+    return forward(model, cache, new, num_new, sparse, mode=mode, decode=decode, max_len=CAPACITY, skew=skew)[:2]
 
 
 def _advance(cache: KVCache, ids: np.ndarray, count: int, mode: Mode, *, decode: bool) -> tuple[KVCache, int]:
-    graphdef, weights = toy("deep").split
-    sparse = jnp.asarray([int(cache.lengths[0]) + count >= CONFIG.sparse.dense_len])
-    x, cache = _forward(
-        graphdef, weights, cache, jnp.asarray(ids)[None], jnp.asarray([count]), sparse, mode=mode, decode=decode
-    )
-    return cache, int(jnp.argmax(MODEL.logits(x[0, count - 1])))
+    model, (graphdef, weights) = toy_of(mode).decoder, toy_of(mode).split
+    sparse = jnp.asarray([int(cache.lengths[0]) + count >= model.config.sparse.dense_len])
+    new, num_new = jnp.asarray(ids)[None], jnp.asarray([count])
+    x, cache = _forward(graphdef, weights, skew_of(mode), cache, new, num_new, sparse, mode=mode, decode=decode)
+    return cache, int(jnp.argmax(model.logits(x[0, count - 1])))
 
 
 @functools.cache
@@ -44,7 +64,8 @@ def prefilled(mode: Mode, prompt: int) -> tuple[KVCache, int]:
     """The cache of one of the prompts, and the token that follows it."""
     ids = np.zeros(PROMPT_WIDTH, np.int32)
     ids[: LENGTHS[prompt]] = tokens(1000, SEEDS[prompt])[: LENGTHS[prompt]]
-    empty = KVCache.empty(CONFIG, 1, CAPACITY, jnp.float32)
+    infinigen = mode is Mode.INFINIGEN
+    empty = KVCache.empty(toy_of(mode).decoder.config, 1, CAPACITY, jnp.float32, infinigen=infinigen)
     return _advance(empty, ids, LENGTHS[prompt], mode, decode=False)
 
 
@@ -65,7 +86,7 @@ def make_lanes(
     """Empty lanes over a cache of NaN: whatever is read before it is written shows."""
     plan = DecodePlan(mode=mode, fetch=fetch, max_len=CAPACITY)
     shape = CacheShape(lanes=lanes, max_blocks=MAX_BLOCKS, num_blocks=num_blocks, slots_per_lane=slots)
-    made = DecodeLanes(MODEL, shape, plan)
+    made = DecodeLanes(toy_of(mode).decoder, shape, plan, skew_of(mode))
     host = made._pool._pools[0].sharding
     made._pool._pools = tuple(
         jax.device_put(np.full(pool.shape, np.nan, np.float32), host) for pool in made._pool._pools
@@ -73,3 +94,20 @@ def make_lanes(
     poison = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, made._state)
     made._state = jax.device_put(poison, made._device)
     return made
+
+
+def enter(lanes: DecodeLanes, mode: Mode, lane: int, prompt: int, params: SamplingParams = GREEDY) -> None:
+    lanes.enter(lane, *prefilled(mode, prompt), params)
+
+
+def run(lanes: DecodeLanes, steps: int) -> np.ndarray:
+    """Tokens [lanes, steps]."""
+    return np.stack([np.asarray(lanes.step()) for _ in range(steps)], axis=1)
+
+
+def hidden(lanes: DecodeLanes) -> np.ndarray:
+    """The stream of one more step, without taking it."""
+    none = jnp.full(lanes.shape.lanes, -1, jnp.int32)
+    model = toy_of(lanes.plan.mode).decoder
+    x, *_ = decode_step(model, lanes._state, lanes._pool.arrays, lanes._tokens, none, lanes.plan)
+    return np.asarray(x)
