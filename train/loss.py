@@ -13,55 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sparda_jax.pallas_kernels.block_selection import block_mask, pool_to_blocks
-from sparda_jax.train.teacher import (
+from sparda_jax.pallas_kernels.block_selection import block_mask
+from sparda_jax.train._quality import SelectionQuality, selection_quality
+from sparda_jax.train._rows import (
     KEY_TILE,
     QUERY_CHUNK,
-    BlockSets,
     Keys,
     Queries,
     SelectionGrid,
-    TeacherScores,
     accumulated,
     block_sets,
     count_blocks,
     dot,
     join_chunks,
+    log_sum_exp,
     make_keys,
-    route_chunk,
+    safe_log,
     split_chunks,
     split_queries,
-    teacher_scores,
-    top_blocks,
 )
+from sparda_jax.train.teacher import TeacherScores, route_chunk, teacher_scores
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectionQuality:
-    """Sums that say how well the student chooses, over the (query, KV head) pairs that have a choice.
-
-    A pair has a choice if more past blocks exist than are selected. Only free blocks count, those that are not forced.
-    "Student" is the selection of serving by the Forecast, "selector" that of InfLLM-V2 by the layer's own queries,
-    "teacher" the blocks of `route`. Sums of several calls may be added.
-
-    Attributes:
-        pairs: with a choice.
-        teacher_blocks, selector_blocks: free blocks that the teacher and the selector chose.
-        teacher_hits, selector_hits: how many of these the student chose as well.
-        free_mass: probability that the teacher's softmax puts on free past blocks, summed over pairs.
-        teacher_mass, selector_mass, student_mass: the part of it on the blocks that each chose.
-    """
-
-    pairs: Int[Array, ""]
-    teacher_blocks: Int[Array, ""]
-    teacher_hits: Int[Array, ""]
-    selector_blocks: Int[Array, ""]
-    selector_hits: Int[Array, ""]
-    free_mass: Float[Array, ""]
-    teacher_mass: Float[Array, ""]
-    selector_mass: Float[Array, ""]
-    student_mass: Float[Array, ""]
+__all__ = ["LossParts", "SelectionQuality", "forecast_loss"]
 
 
 @jax.tree_util.register_dataclass
@@ -151,6 +124,8 @@ def _sweep(
     blocks = count_blocks(length, sparse)
     keys = make_keys(k, positions, valid, sparse, key_tile)
 
+    student = jnp.where(valid[..., None, None], student, 0)
+
     def step(carry: None, inputs: tuple[Queries, Array]) -> tuple[None, tuple[LossParts, Array]]:
         queries, student_rows = inputs
         sets = block_sets(queries, blocks, sparse)
@@ -158,21 +133,19 @@ def _sweep(
         ids = route_chunk(teacher, queries, sets, sparse)
         chosen = block_mask(ids, blocks)
         scores = dot("bqhd,bhwd->bhqw", student_rows, keys.compressed)
-        divergence, slope = _divergence(scores, teacher, chosen & ~sets.forced, queries, keys, sparse)
+        supervised = chosen & ~sets.forced
+        divergence, slope = _divergence(scores, teacher, supervised, queries, keys, sparse)
         gradient = dot("bhqw,bhwd->bqhd", slope, accumulated(keys.compressed)) / np.sqrt(q.shape[-1])
         parts = LossParts(
             loss=jnp.sum(divergence),
             pairs=jnp.sum(queries.real) * q.shape[2],
-            supervised_pairs=jnp.sum(jnp.any(chosen & ~sets.forced, axis=-1)),
-            quality=_quality(scores, teacher, chosen, queries, keys, sets, sparse),
+            supervised_pairs=jnp.sum(jnp.any(supervised, axis=-1)),
+            quality=selection_quality(scores, teacher, chosen, queries, keys, sets, sparse),
             blocks=ids,
         )
         return carry, (parts, gradient)
 
-    inputs = (
-        split_queries(q, positions, valid, chunk),
-        split_chunks(jnp.where(valid[..., None, None], student, 0), chunk),
-    )
+    inputs = (split_queries(q, positions, valid, chunk), split_chunks(student, chunk))
     _, (parts, gradient) = jax.lax.scan(step, None, inputs)
     sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), dataclasses.replace(parts, blocks=jnp.zeros(1, jnp.int32)))
     blocks_of_rows = join_chunks(parts.blocks, 2)[:, :, :length]
@@ -200,77 +173,13 @@ def _divergence(
     logits = jnp.where(seen[:, None], scores / np.sqrt(queries.q.shape[-1]), -jnp.inf)
     # A supervised block lies before the local ones, so its pair has windows of both kinds; others are masked below.
     active = jnp.any(supervised, axis=-1)
-    norm = _log_sum_exp(logits)
-    rest_norm = _log_sum_exp(jnp.where(inside, -jnp.inf, logits))
+    norm = log_sum_exp(logits)
+    rest_norm = log_sum_exp(jnp.where(inside, -jnp.inf, logits))
 
     total = jnp.sum(teacher.aligned, axis=-1, keepdims=True)
     target = teacher.aligned / jnp.where(total > 0, total, 1)
     rest = jnp.sum(jnp.where(inside, 0, target), axis=-1, keepdims=True)
-    terms = jnp.where(inside & (target > 0), target * (_safe_log(target) - (logits - norm)), 0)
-    divergence = jnp.sum(terms, axis=-1) + (rest * (_safe_log(rest) - (rest_norm - norm)))[..., 0]
+    terms = jnp.where(inside & (target > 0), target * (safe_log(target) - (logits - norm)), 0)
+    divergence = jnp.sum(terms, axis=-1) + (rest * (safe_log(rest) - (rest_norm - norm)))[..., 0]
     slope = jnp.exp(logits - norm) - jnp.where(inside, target, rest * jnp.exp(logits - rest_norm))
     return jnp.where(active, divergence, 0), jnp.where(active[..., None], slope, 0)
-
-
-def _log_sum_exp(x: Float[Array, "*rows windows"]) -> Float[Array, "*rows 1"]:
-    """Over the last axis, and 0 where nothing is finite."""
-    peak = jnp.max(x, axis=-1, keepdims=True)
-    peak = jnp.where(jnp.isneginf(peak), 0, peak)
-    total = jnp.sum(jnp.exp(x - peak), axis=-1, keepdims=True)
-    return jnp.where(total > 0, peak + _safe_log(total), 0)
-
-
-def _safe_log(x: Array) -> Array:
-    return jnp.log(jnp.where(x > 0, x, 1))
-
-
-def _quality(
-    scores: Float[Array, "batch kv_heads chunk windows"],
-    teacher: TeacherScores,
-    chosen: Bool[Array, "batch kv_heads chunk blocks"],
-    queries: Queries,
-    keys: Keys,
-    sets: BlockSets,
-    grid: SelectionGrid,
-) -> SelectionQuality:
-    """Compares the student's and the layer's own selection of serving with the teacher's blocks."""
-    blocks = chosen.shape[-1]
-    begins = jnp.arange(scores.shape[-1]) * grid.kernel_stride
-    ended = (begins + grid.kernel_size - 1 <= queries.index[:, None]) & keys.window_exists[:, None]
-    ended = (ended & (begins >= queries.start[..., None]))[:, None]
-
-    def selected(window_scores: Array) -> Array:
-        pooled = pool_to_blocks(jnp.where(ended, window_scores, -jnp.inf), grid.block_size // grid.kernel_stride)
-        ranked = jnp.where(sets.past, jnp.where(sets.forced, jnp.inf, pooled[..., :blocks]), -jnp.inf)
-        return block_mask(top_blocks(ranked, sets.past, grid.num_selected_blocks), blocks)
-
-    def add_head(head: Array, total: Array) -> Array:
-        rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)
-        logits = dot("bqhd,bhwd->bhqw", rows, keys.compressed) / np.sqrt(rows.shape[-1])
-        logits = jnp.where(ended, logits, -jnp.inf)
-        return total + jnp.exp(logits - _log_sum_exp(logits))
-
-    group = queries.q.shape[3]
-    own = selected(jax.lax.fori_loop(0, group, add_head, jnp.zeros_like(scores)))
-    student = selected(scores)
-    choice = jnp.sum(sets.past, axis=-1, keepdims=True) > grid.num_selected_blocks
-    free = sets.past & ~sets.forced & choice
-    mass = teacher.mass[..., :blocks] / group
-
-    def count(mask: Array) -> Array:
-        return jnp.sum(mask & free)
-
-    def weigh(mask: Array) -> Array:
-        return jnp.sum(jnp.where(mask & free, mass, 0))
-
-    return SelectionQuality(
-        pairs=jnp.sum(choice) * scores.shape[1],
-        teacher_blocks=count(chosen),
-        teacher_hits=count(chosen & student),
-        selector_blocks=count(own),
-        selector_hits=count(own & student),
-        free_mass=weigh(jnp.ones_like(chosen)),
-        teacher_mass=weigh(chosen),
-        selector_mass=weigh(own),
-        student_mass=weigh(student),
-    )

@@ -1,0 +1,92 @@
+"""How well a Forecast chooses blocks, measured while its loss is computed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sparda_jax.pallas_kernels.block_selection import block_mask, pool_to_blocks
+from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, dot, log_sum_exp
+from sparda_jax.train.teacher import TeacherScores, top_blocks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionQuality:
+    """Sums that say how well the student chooses, over the (query, KV head) pairs that have a choice.
+
+    A pair has a choice if more past blocks exist than are selected. Only free blocks count, those that are not forced.
+    "Student" is the selection of serving by the Forecast, "selector" that of InfLLM-V2 by the layer's own queries,
+    "teacher" the blocks of `route`. Sums of several calls may be added.
+
+    Attributes:
+        pairs: with a choice.
+        teacher_blocks, selector_blocks: free blocks that the teacher and the selector chose.
+        teacher_hits, selector_hits: how many of these the student chose as well.
+        free_mass: probability that the teacher's softmax puts on free past blocks, summed over pairs.
+        teacher_mass, selector_mass, student_mass: the part of it on the blocks that each chose.
+    """
+
+    pairs: Int[Array, ""]
+    teacher_blocks: Int[Array, ""]
+    teacher_hits: Int[Array, ""]
+    selector_blocks: Int[Array, ""]
+    selector_hits: Int[Array, ""]
+    free_mass: Float[Array, ""]
+    teacher_mass: Float[Array, ""]
+    selector_mass: Float[Array, ""]
+    student_mass: Float[Array, ""]
+
+
+def selection_quality(
+    scores: Float[Array, "batch kv_heads chunk windows"],
+    teacher: TeacherScores,
+    chosen: Bool[Array, "batch kv_heads chunk blocks"],
+    queries: Queries,
+    keys: Keys,
+    sets: BlockSets,
+    grid: SelectionGrid,
+) -> SelectionQuality:
+    """Compares the student's and the layer's own selection of serving with the teacher's blocks."""
+    blocks = chosen.shape[-1]
+    begins = jnp.arange(scores.shape[-1]) * grid.kernel_stride
+    ended = (begins + grid.kernel_size - 1 <= queries.index[:, None]) & keys.window_exists[:, None]
+    ended = (ended & (begins >= queries.start[..., None]))[:, None]
+
+    def selected(window_scores: Array) -> Array:
+        pooled = pool_to_blocks(jnp.where(ended, window_scores, -jnp.inf), grid.block_size // grid.kernel_stride)
+        ranked = jnp.where(sets.past, jnp.where(sets.forced, jnp.inf, pooled[..., :blocks]), -jnp.inf)
+        return block_mask(top_blocks(ranked, sets.past, grid.num_selected_blocks), blocks)
+
+    def add_head(head: Array, total: Array) -> Array:
+        rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)
+        logits = dot("bqhd,bhwd->bhqw", rows, keys.compressed) / np.sqrt(rows.shape[-1])
+        logits = jnp.where(ended, logits, -jnp.inf)
+        return total + jnp.exp(logits - log_sum_exp(logits))
+
+    group = queries.q.shape[3]
+    own = selected(jax.lax.fori_loop(0, group, add_head, jnp.where(False, scores, 0)))
+    student = selected(scores)
+    choice = jnp.sum(sets.past, axis=-1, keepdims=True) > grid.num_selected_blocks
+    free = sets.past & ~sets.forced & choice
+    mass = teacher.mass[..., :blocks] / group
+
+    def count(mask: Array) -> Array:
+        return jnp.sum(mask & free)
+
+    def weigh(mask: Array) -> Array:
+        return jnp.sum(jnp.where(mask & free, mass, 0))
+
+    return SelectionQuality(
+        pairs=jnp.sum(choice) * scores.shape[1],
+        teacher_blocks=count(chosen),
+        teacher_hits=count(chosen & student),
+        selector_blocks=count(own),
+        selector_hits=count(own & student),
+        free_mass=weigh(jnp.ones_like(chosen)),
+        teacher_mass=weigh(chosen),
+        selector_mass=weigh(own),
+        student_mass=weigh(student),
+    )
