@@ -26,7 +26,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """SparDA on JAX: convert a checkpoint, serve it, train the small bundled model, or measure."""
+    """SparDA on JAX: convert a checkpoint, plan its memory, serve it, train the small bundled model, or measure."""
 
 
 def _run(command: str, arguments: list[str]) -> None:
@@ -39,6 +39,12 @@ def _run(command: str, arguments: list[str]) -> None:
 def convert(ctx: typer.Context) -> None:
     """Convert a Hugging Face checkpoint for serving."""
     _run("convert", ctx.args)
+
+
+@app.command("plan", add_help_option=False, context_settings=_PASS_ON)
+def plan(ctx: typer.Context) -> None:
+    """Say what a model takes of device and host memory, and the most that fits."""
+    _run("plan", ctx.args)
 
 
 @app.command("serve", add_help_option=False, context_settings=_PASS_ON)

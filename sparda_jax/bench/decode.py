@@ -18,34 +18,16 @@ from rich.console import Console
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
-from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
+from sparda_jax.config import ModelConfig
 from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
 from sparda_jax.lanes import step_and_sample
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
+from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True)
 
-SHAPES = {
-    "minicpm4.1-8b": ModelConfig(
-        vocab_size=73448,
-        hidden_size=4096,
-        intermediate_size=16384,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=2,
-        head_dim=128,
-        max_position_embeddings=65536,
-        rms_norm_eps=1e-6,
-        embedding_scale=12.0,
-        residual_scale=1.4 / 32**0.5,
-        logit_divisor=16.0,
-        tie_word_embeddings=False,
-        rope=RopeConfig(theta=10000.0),
-        sparse=SparseConfig(),
-    )
-}
 WAYS = {
     "sparda": (Mode.SPARDA, Fetch.AHEAD),
     "sparda, in turn": (Mode.SPARDA, Fetch.IN_TURN),

@@ -1,0 +1,240 @@
+"""What decode over the offload cache takes of device and host memory, known before anything is allocated.
+
+What the cache takes is asked of the functions that make it, evaluated for shapes only. Estimated are only the
+temporary arrays of the compiled programs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparda_jax.cache.kv import KVCache
+from sparda_jax.cache.pinning import GIB, pinned_bytes, pinned_limit_for
+from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
+from sparda_jax.model import abstract_decoder
+from sparda_jax.selection import Mode
+
+SPARE_SLOTS = 32
+"""Slots of a lane, layer and KV head besides those that one step attends to, where more would not fit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What is to be decoded.
+
+    Attributes:
+        config: the model.
+        dtype: of weights, keys and values.
+        mode: what scores the blocks.
+        has_forecast: whether the weights hold one.
+        max_model_len: tokens of the longest sequence, prompt and answer together.
+        batch: decode lanes.
+        host_pool: bytes of the host pool; None: every lane at its full length.
+
+    Raises:
+        ConfigError: a number is too small, or the host pool can't hold one sequence.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    mode: Mode
+    has_forecast: bool
+    max_model_len: int
+    batch: int
+    host_pool: int | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("--max-model-len", self.max_model_len, 2), ("--batch", self.batch, 1)):
+            if value < least:
+                raise ConfigError(f"{flag} {value} is not allowed: it must be at least {least}")
+        if self.num_blocks < self.max_blocks:
+            needed = math.ceil(100 * self.max_blocks * self.block_bytes / GIB) / 100
+            raise ConfigError(
+                f"host memory: --host-pool-gib {(self.host_pool or 0) / GIB:g} holds {self.num_blocks} blocks, and a "
+                f"sequence of {self.max_model_len} tokens has {self.max_blocks}: give {needed:g} or more, or a smaller "
+                "--max-model-len"
+            )
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.config.sparse.block_size)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the blocks of the longest sequence."""
+        return self.max_blocks * self.config.sparse.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's records in all layers and KV heads."""
+        config = self.config
+        row = config.head_dim * self.dtype.itemsize
+        return config.num_layers * config.num_kv_heads * 2 * config.sparse.block_size * row
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the host pool."""
+        return self.batch * self.max_blocks if self.host_pool is None else self.host_pool // self.block_bytes
+
+    @property
+    def list_width(self) -> int:
+        """Blocks that one step attends to at most, per lane, layer and KV head: so many slots there must be."""
+        return DecodePlan(mode=self.mode, fetch=Fetch.IN_TURN).list_width(self.config, self.max_blocks)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots of a lane, layer and KV head that a plan begins with."""
+        return min(self.max_blocks, self.list_width + SPARE_SLOTS)
+
+    def shape(self, slots_per_lane: int) -> CacheShape:
+        """The sizes of the cache.
+
+        Raises:
+            ConfigError: the slots can't hold what one step attends to.
+        """
+        slots = min(slots_per_lane, self.max_blocks)
+        if slots < self.list_width:
+            raise ConfigError(
+                f"--slots {slots_per_lane} cannot hold the {self.list_width} blocks that a step of "
+                f"mode={self.mode.value} attends to: use {self.list_width} or more"
+            )
+        return CacheShape(
+            lanes=self.batch, max_blocks=self.max_blocks, num_blocks=self.num_blocks, slots_per_lane=slots
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that a demand takes with a number of slots.
+
+    Attributes:
+        demand: what is to be decoded.
+        shape: of the cache.
+        weights: the model's parameters.
+        first_layer: slots of layer 0, which hold everything.
+        slots: those of the other layers.
+        pages: compressed keys of every block in the pool.
+        partial_keys: what InfiniGen scores, and its bases; 0 in other modes.
+        tables: which block lies where, lengths.
+        staging: keys, values and compressed keys of one whole sequence, while it is prefilled.
+        workspace: temporary arrays of the compiled programs, estimated.
+        host_pool: the records of all layers, in pinned host memory; an array a layer.
+    """
+
+    demand: Demand
+    shape: CacheShape
+    weights: int
+    first_layer: int
+    slots: int
+    pages: int
+    partial_keys: int
+    tables: int
+    staging: int
+    workspace: int
+    host_pool: int
+
+    @property
+    def device(self) -> int:
+        """Device memory, in bytes, at the time that takes most."""
+        cache = self.first_layer + self.slots + self.pages + self.partial_keys + self.tables
+        # Before the rest is there, the pool is made: layer by layer, through device memory.
+        return self.weights + max(cache + self.staging + self.workspace, self.pool_array)
+
+    @property
+    def pool_array(self) -> int:
+        """One layer's records in the host pool."""
+        return self.host_pool // self.demand.config.num_layers
+
+    @property
+    def pinned_limit(self) -> int:
+        """The GiB that JAX must be allowed to pin."""
+        return pinned_limit_for(self.pool_array, self.demand.config.num_layers)
+
+    def pinned(self, limit: int) -> int | None:
+        """Host memory, in bytes, that gets pinned if JAX may pin ``limit`` bytes; None if that is too little."""
+        return pinned_bytes(self.pool_array, self.demand.config.num_layers, limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
+    """Adds up what a demand takes; allocates nothing.
+
+    Args:
+        demand: what is to be decoded.
+        slots_per_lane: HBM slots of a lane per layer and KV head.
+
+    Raises:
+        ConfigError: the slots can't hold what one step attends to.
+    """
+    config, dtype, shape = demand.config, demand.dtype, demand.shape(slots_per_lane)
+    channels = demand.mode.partial_channels(config)
+    # The layers after the first are alike, so two of them tell all.
+    two = dataclasses.replace(config, num_layers=min(config.num_layers, 2))
+    state = jax.eval_shape(lambda: empty_state(two, shape, dtype, partial_channels=channels))
+    staging = jax.eval_shape(lambda: KVCache.empty(two, 1, demand.capacity, dtype, infinigen=channels > 0))
+    first, others = state.layers[0], config.num_layers - 1
+
+    def all_layers(part: Callable[[Any], Any], cache: DecodeState | KVCache = state) -> int:
+        return _bytes(part(cache.layers[0])) + others * _bytes(part(cache.layers[-1]))
+
+    skew = 4 * config.num_layers * config.num_kv_heads * config.head_dim**2 if channels else 0
+    return MemoryPlan(
+        demand=demand,
+        shape=shape,
+        weights=_weights(config, dtype, demand.has_forecast),
+        first_layer=_bytes(first.slots),
+        slots=others * _bytes(state.layers[-1].slots),
+        pages=all_layers(lambda layer: layer.pages),
+        partial_keys=all_layers(lambda layer: (layer.partial_keys, layer.partial_basis)) + skew,
+        tables=all_layers(lambda layer: layer.residency) + _bytes(dataclasses.replace(state, layers=())),
+        staging=all_layers(lambda layer: layer, staging) + _bytes(staging.lengths),
+        workspace=prefill_workspace(demand) + decode_workspace(demand),
+        host_pool=demand.num_blocks * demand.block_bytes,
+    )
+
+
+@functools.cache
+def _weights(config: ModelConfig, dtype: jnp.dtype, has_forecast: bool) -> int:
+    return _bytes(nnx.state(abstract_decoder(config, has_forecast=has_forecast, dtype=dtype)))
+
+
+def _bytes(tree: Any) -> int:
+    """Of all arrays in a tree, or of their shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def prefill_workspace(demand: Demand) -> int:
+    """Temporary arrays of a prefill chunk, as an upper estimate in bytes.
+
+    A chunk of c tokens over a cache of n: for each of ``num_heads c n`` scores a float32 and a probability, for each of
+    ``num_kv_heads c n`` two masks; or the MLP's inner arrays, where that is more; and four residual streams. A chunk
+    is the smallest one at the whole length, or any that stays below the bound on scores.
+    """
+    config, item, chunks = demand.config, demand.dtype.itemsize, PREFILL_CHUNKS["gpu"]
+    bound = MAX_SCORE_BYTES // (4 * config.num_heads)
+    pairs = max(chunks[0] * demand.capacity, min(chunks[-1] * demand.capacity, bound))
+    scores = pairs * (config.num_heads * (4 + item) + 2 * config.num_kv_heads)
+    inner = chunks[-1] * 3 * config.intermediate_size * item
+    return max(scores, inner) + chunks[-1] * 4 * config.hidden_size * item
+
+
+def decode_workspace(demand: Demand) -> int:
+    """Temporary arrays of a decode step, as an upper estimate in bytes.
+
+    For each lane three float32 arrays over the vocabulary, the partial results of its attention (one for 3 list
+    positions, padded to 16 heads a group), its streams and the MLP's inner arrays.
+    """
+    config, item = demand.config, demand.dtype.itemsize
+    partials = 4 * 16 * config.num_kv_heads * -(-demand.list_width // 3) * (config.head_dim + 2)
+    streams = item * (4 * config.hidden_size + 3 * config.intermediate_size)
+    return demand.batch * (3 * 4 * config.vocab_size + partials + streams)
