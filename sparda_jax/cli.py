@@ -53,6 +53,12 @@ def serve(ctx: typer.Context) -> None:
     _run("serve", ctx.args)
 
 
+@app.command("train", add_help_option=False, context_settings=_PASS_ON)
+def train(ctx: typer.Context) -> None:
+    """Train the Forecast of a frozen model."""
+    _run("train", ctx.args)
+
+
 @app.command("pretrain", add_help_option=False, context_settings=_PASS_ON)
 def pretrain(ctx: typer.Context) -> None:
     """Train the small bundled model from scratch."""
