@@ -1,0 +1,104 @@
+"""``python -m sparda_jax.train``: trains the Forecast of a frozen model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+
+from sparda_jax.checkpoint import CheckpointError
+from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.tokenizer import TokenizerError
+from sparda_jax.train.config import TrainConfig
+from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.run import RunFiles, run
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def train(
+    model: Annotated[Path, typer.Option(help="Folder of the base model (Hugging Face, or converted); it stays as is.")],
+    data: Annotated[list[Path], typer.Option(help="A .txt or .jsonl file, or a folder of them; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, metrics, tokenised text.")],
+    validation: Annotated[
+        list[Path] | None, typer.Option(help="Texts to validate with. Without: documents are held out of --data.")
+    ] = None,
+    validation_rows: Annotated[
+        int, typer.Option(help="Documents to validate with, at most; 0: none.")
+    ] = TrainConfig.validation_rows,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row. Without: the model's whole context.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = TrainConfig.batch_size,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(help="Rows that go through the model together. Without: one for each device.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
+    learning_rate: Annotated[float, typer.Option(help="After the warm-up.")] = TrainConfig.learning_rate,
+    final_learning_rate: Annotated[
+        float, typer.Option(help="Where the cosine ends.")
+    ] = TrainConfig.final_learning_rate,
+    warmup_steps: Annotated[int, typer.Option(help="At most a tenth of --steps.")] = TrainConfig.warmup_steps,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = TrainConfig.weight_decay,
+    max_grad_norm: Annotated[float, typer.Option(help="Clip to this norm; 0: never.")] = TrainConfig.max_grad_norm,
+    seed: Annotated[int, typer.Option(help="Of fresh weights and of the order of rows.")] = TrainConfig.seed,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the base: bfloat16 or float32. Without: bfloat16 on a GPU.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="Steps from checkpoint to checkpoint.")] = TrainConfig.save_every,
+    keep: Annotated[int, typer.Option(help="Newest checkpoints to keep, besides the best.")] = TrainConfig.keep,
+    print_every: Annotated[int, typer.Option(help="Steps from line to line on the console.")] = RunFiles.print_every,
+    init_forecast: Annotated[
+        Path | None, typer.Option(help="Start from this Forecast (.safetensors, .pt, or a folder with one).")
+    ] = None,
+    export_forecast: Annotated[
+        Path | None, typer.Option(help="At the end, write the best step's Forecast: .safetensors or .pt.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing --export-forecast.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    resume_step: Annotated[
+        int | None, typer.Option(help="Go on from this step; checkpoints of later ones are removed.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for tokenised text. Without: in --out.")] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="At the end, draw curves.png (needs matplotlib).")] = False,
+) -> None:
+    """Train the Forecast of a frozen model on text, on all devices that JAX sees."""
+    try:
+        config = TrainConfig(
+            seq_len=ModelConfig.from_pretrained(model).max_position_embeddings if seq_len is None else seq_len,
+            batch_size=batch_size,
+            micro_batch_size=jax.device_count() if micro_batch_size is None else micro_batch_size,
+            steps=steps,
+            learning_rate=learning_rate,
+            final_learning_rate=final_learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            save_every=save_every,
+            keep=keep,
+            validation_rows=validation_rows,
+        )
+        files = RunFiles(
+            model=model,
+            dtype=dtype,
+            data=data,
+            validation=validation or (),
+            out=out,
+            cache=cache,
+            init_forecast=init_forecast,
+            export_forecast=export_forecast,
+            overwrite=overwrite,
+            resume=resume or resume_step is not None,
+            resume_step=resume_step,
+            print_every=print_every,
+            plot=plot,
+        )
+        run(config, files, Console())
+    except (TrainingError, CheckpointError, ConfigError, TokenizerError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()
