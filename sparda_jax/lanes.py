@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +77,8 @@ class DecodeLanes:
         self._no_blocks = jnp.full(shape.lanes, -1, jnp.int32, device=self._device)
         self._lanes: list[_Lane | None] = [None] * shape.lanes
         self._graphdef, self._weights = nnx.split(model)
-        self._step = jax.jit(
-            functools.partial(step_and_sample, self._graphdef, plan), donate_argnums=1, compiler_options=GPU_OPTIONS
-        )
+        step = functools.partial(step_and_sample, self._graphdef, plan)
+        self._step = jax.jit(state_first(step), donate_argnums=1, compiler_options=GPU_OPTIONS)
         self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
         self.copies: Int[Array, "layers batch kv_heads"] | None = None
         """Records that the last step copied, per layer, lane and KV head."""
@@ -154,7 +154,7 @@ class DecodeLanes:
                 entry.blocks.append(block)
                 ids[lane] = block
             new_blocks = jax.device_put(ids, self._device)
-        self._tokens, self._state, self.copies = self._step(
+        self._state, self._tokens, self.copies = self._step(
             self._weights, self._state, self._pool.arrays, self._tokens, new_blocks, self._sampling
         )
         for _, entry in used:
@@ -186,3 +186,19 @@ def step_and_sample(
     x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan, choose)
     following = sample(model.logits(x), sampling, state.lengths)
     return jnp.where(state.live, following, tokens), state, copies
+
+
+def state_first(
+    step: Callable[..., tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"]]],
+) -> Callable[..., tuple[DecodeState, Int[Array, "batch"], Int[Array, "layers batch kv_heads"]]]:
+    """`step_and_sample` with the state as its first result, for a program that it is donated to.
+
+    A donated array becomes the first result of its shape. Behind the tokens, each of the state's numbers per lane would
+    get the place of the one before it, and XLA would copy them all: two copies a layer.
+    """
+
+    def reordered(*args):
+        tokens, state, copies = step(*args)
+        return state, tokens, copies
+
+    return reordered
