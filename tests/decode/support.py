@@ -107,7 +107,10 @@ def run(lanes: DecodeLanes, steps: int) -> np.ndarray:
 
 def hidden(lanes: DecodeLanes) -> np.ndarray:
     """The stream of one more step, without taking it."""
-    none = jnp.full(lanes.shape.lanes, -1, jnp.int32)
-    model = toy_of(lanes.plan.mode).decoder
-    x, *_ = decode_step(model, lanes._state, lanes._pool.arrays, lanes._tokens, none, lanes.plan)
-    return np.asarray(x)
+    graphdef, weights = toy_of(lanes.plan.mode).split
+    return np.asarray(_hidden(graphdef, weights, lanes._state, lanes._pool.arrays, lanes._tokens, plan=lanes.plan))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "plan"))
+def _hidden(graphdef, weights, state, pools, last, *, plan):
+    return decode_step(nnx.merge(graphdef, weights), state, pools, last, jnp.full_like(last, -1), plan)[0]
