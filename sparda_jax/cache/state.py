@@ -78,9 +78,7 @@ class CacheShape:
         return self.max_blocks if layer == 0 else min(self.slots_per_lane, self.max_blocks)
 
 
-def empty_state(
-    config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, partial_channels: int = 0
-) -> DecodeState:
+def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, partial_channels: int = 0) -> DecodeState:
     """A cache without sequences; every lane owns an equal range of the slots.
 
     Args:
