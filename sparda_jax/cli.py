@@ -26,7 +26,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """SparDA on JAX: convert a checkpoint, plan its memory, serve it, train the small bundled model, or measure."""
+    """SparDA on JAX: convert a checkpoint, plan its memory, serve it, train its Forecast, pretrain, or measure."""
 
 
 def _run(command: str, arguments: list[str]) -> None:
