@@ -14,7 +14,7 @@ from tests.core.support import toy
 CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2, spare_slots=2)
 
 
-@pytest.mark.parametrize("way", ["sparda", "sparse"])
+@pytest.mark.parametrize("way", ["sparda", "sparse", "infinigen"])
 def test_steps_miss_what_is_asked_for(way: str) -> None:
     model = toy("deep").decoder
     seconds, compiling, missed = bench.measure(model, dataclasses.replace(CASE, way=way))
@@ -53,4 +53,5 @@ def test_ways_are_what_they_are_called() -> None:
         "sparda": Fetch.AHEAD,
         "sparda, in turn": Fetch.IN_TURN,
         "sparse": Fetch.IN_TURN,
+        "infinigen": Fetch.AHEAD,
     }

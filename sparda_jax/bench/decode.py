@@ -20,7 +20,7 @@ from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
 from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
-from sparda_jax.lanes import step_and_sample
+from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
@@ -32,6 +32,7 @@ WAYS = {
     "sparda": (Mode.SPARDA, Fetch.AHEAD),
     "sparda, in turn": (Mode.SPARDA, Fetch.IN_TURN),
     "sparse": (Mode.SPARSE, Fetch.IN_TURN),
+    "infinigen": (Mode.INFINIGEN, Fetch.AHEAD),
 }
 # Tokens per second by (batch, missing blocks) at 128K: the published code on an H200, the better of its runs.
 REFERENCE = {
@@ -87,7 +88,9 @@ def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     per_layer = config.hidden_size * ((heads + config.num_heads) * config.head_dim + 3 * config.intermediate_size)
     weights = 2 * (layers * per_layer + config.vocab_size * config.hidden_size)
     record = 2 * 2 * sparse.block_size * config.head_dim
-    keys = case.context // sparse.kernel_stride * 2 * config.head_dim
+    channels = case.plan.mode.partial_channels(config)
+    # InfiniGen scores some channels of every key, the others all channels of every compressed key.
+    keys = 2 * (case.context * channels or case.context // sparse.kernel_stride * config.head_dim)
     per_head = sparse.num_selected_blocks * record + keys
     hbm = weights + layers * case.batch * config.num_kv_heads * per_head
     copied = (layers - 1) * case.batch * config.num_kv_heads * case.misses * record
@@ -123,16 +126,13 @@ def lists_with(misses: int, config: ModelConfig, blocks: int, start: int) -> Any
 def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState:
     """Lanes whose last block has just begun, with random keys, and tables that scatter a lane over the pool."""
     shape, block_size = case.shape(config), config.sparse.block_size
-    fill = jax.jit(lambda like, key: jax.random.normal(key, like.shape, like.dtype), donate_argnums=0)
+    normal = jax.jit(lambda like, key: jax.random.normal(key, like.shape, like.dtype), donate_argnums=0)
 
     def filled(index: int, layer: LayerState) -> LayerState:
-        return dataclasses.replace(
-            layer,
-            slots=fill(layer.slots, jax.random.key(2 * index)),
-            pages=fill(layer.pages, jax.random.key(2 * index + 1)),
-        )
+        key = jax.random.key(index)
+        return jax.tree.map(lambda x: normal(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x, layer)
 
-    state = empty_state(config, shape, dtype)
+    state = empty_state(config, shape, dtype, partial_channels=case.plan.mode.partial_channels(config))
     table = np.random.default_rng(0).permutation(shape.num_blocks).reshape(shape.lanes, shape.max_blocks)
     last = shape.max_blocks - 1
     return DecodeState(
@@ -160,7 +160,7 @@ def measure(model: Decoder, case: Case) -> tuple[float, float, float]:
     sampling = SamplingState.of([SamplingParams(seed=0)] * case.batch)
     none = jnp.full(case.batch, -1, jnp.int32)
     tokens = jnp.zeros(case.batch, jnp.int32)
-    step = functools.partial(step_and_sample, graphdef, case.plan, choose=choose)
+    step = state_first(functools.partial(step_and_sample, graphdef, case.plan, choose=choose))
     began = time.perf_counter()
     lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
     program = lowered.compile(compiler_options=GPU_OPTIONS)
@@ -171,7 +171,7 @@ def measure(model: Decoder, case: Case) -> tuple[float, float, float]:
         nonlocal tokens, state
         began = time.perf_counter()
         for _ in range(steps):
-            tokens, state, copies = program(weights, state, pools, tokens, none, sampling)
+            state, tokens, copies = program(weights, state, pools, tokens, none, sampling)
             copied.append(copies)
         jax.block_until_ready((tokens, state))
         return (time.perf_counter() - began) / steps
