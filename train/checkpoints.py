@@ -1,6 +1,8 @@
 """Training states on disk by step number: each appears whole or not at all, and belongs to one run."""
 
+import contextlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,8 @@ from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.state import TrainState
 
 _LOSS = "validation_loss"
+# In the name of a folder that orbax is still writing.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
@@ -30,12 +34,15 @@ class Checkpoints:
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[_LOSS], reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        self._folder = folder
+        self._folder, self._failed = folder, False
+        if jax.process_index() == 0:
+            # Orbax cleans up only what it had got far enough to mark.
+            for unfinished in folder.glob(f"*{_UNFINISHED}*"):
+                shutil.rmtree(unfinished)
         self._identity = json.loads(json.dumps(dict(identity)))
         self._checkpointer = ocp.training.Checkpointer(
             str(folder.absolute()),
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-            cleanup_tmp_directories=True,
         )
 
     def __enter__(self) -> Self:
@@ -44,7 +51,9 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._checkpointer.close()
+        # After a failed save, closing fails with the same error once more.
+        with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+            self._checkpointer.close()
 
     @property
     def steps(self) -> Sequence[int]:
@@ -63,7 +72,7 @@ class Checkpoints:
         Raises:
             TrainingError: it can't be written; the earlier checkpoints are as before.
         """
-        step = int(state.step)
+        step, before = int(state.step), self.steps
         try:
             self._checkpointer.save(
                 step,
@@ -73,10 +82,10 @@ class Checkpoints:
                 custom_metadata={"identity": self._identity},
             )
         except Exception as error:  # orbax and tensorstore raise many types; all mean the same here
-            kept = f"step {self.steps[-1]} is" if self.steps else "there is none before it, so nothing is"
+            self._failed = True
+            way_out = f"step {before[-1]} is kept: make room, then go on with --resume" if before else "make room"
             raise TrainingError(
-                f"{self._folder}: the checkpoint of step {step} can't be written ({error}); {kept} kept. Make room, "
-                "then go on with --resume"
+                f"{self._folder}: the checkpoint of step {step} can't be written ({error}); {way_out}"
             ) from error
 
     def restore(self, step: int | None, like: TrainState) -> TrainState:

@@ -67,6 +67,16 @@ def random_corpus(lengths: Sequence[int] = (), seed: int = 0) -> Corpus:
     )
 
 
+def topical_corpus(documents: int, seed: int) -> Corpus:
+    """Documents of a row's length in which each 32 tokens are mostly one token: a mean of keys says something."""
+    rng = np.random.default_rng(seed)
+    tokens = np.repeat(rng.integers(0, VOCAB, documents * SEQ_LEN // 32), 32)
+    noise = rng.random(tokens.size) < 0.2
+    tokens[noise] = rng.integers(0, VOCAB, noise.sum())
+    starts = np.arange(documents + 1, dtype=np.int64) * SEQ_LEN
+    return Corpus(tokens=tokens.astype(np.uint16), starts=starts, fingerprint=f"topical {seed}")
+
+
 def make_config(**changes: Any) -> TrainConfig:
     values: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 2, "micro_batch_size": 2, "steps": 4, "save_every": 2}
     return TrainConfig(**values | {"warmup_steps": 0, "seed": 7} | changes)
@@ -84,8 +94,8 @@ def make_rows(config: TrainConfig, model: Decoder, corpus: Corpus | None = None)
     )
 
 
-def make_validation(config: TrainConfig, model: Decoder) -> list[Batch]:
-    corpus = random_corpus((500, 300, 400, 600), seed=1)
+def make_validation(config: TrainConfig, model: Decoder, corpus: Corpus | None = None) -> list[Batch]:
+    corpus = corpus or random_corpus((500, 300, 400, 600), seed=1)
     return validation_batches(
         corpus,
         np.arange(4),
@@ -122,7 +132,7 @@ def run_training(
     *,
     resume: bool = False,
     resume_step: int | None = None,
-    validate: bool = False,
+    validation: Sequence[Batch] = (),
     weights: np.ndarray | None = None,
     rows: TrainingRows | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -141,7 +151,7 @@ def run_training(
         config,
         forward_pass(**model),
         rows or make_rows(config, base),
-        make_validation(config, base) if validate else [],
+        validation,
         report=report,
         should_stop=should_stop,
     )
