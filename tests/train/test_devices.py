@@ -1,0 +1,78 @@
+"""Four devices, which a CPU can stand for, train as one does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparda_jax.train.checkpoints import Checkpoints
+from sparda_jax.train.config import TrainConfig
+from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.forecast import fresh_weights
+from sparda_jax.train.forward import ForwardPass
+from sparda_jax.train.metrics import Record
+from sparda_jax.train.trainer import Trainer
+from tests.train.support import (
+    make_config,
+    make_mesh,
+    make_rows,
+    make_validation,
+    random_corpus,
+    run_training,
+    tiny_model,
+)
+
+CONFIG = make_config(batch_size=8, micro_batch_size=4, steps=3, save_every=3)
+LENGTHS = (500, 300, 400, 512, 350, 260, 480, 300, 230, 200, 512, 400)
+
+
+def train(folder: Path, devices: int) -> list[Record]:
+    """A run on a mesh of so many devices; what it reports, and the weights in a file."""
+    model = tiny_model()
+    records: list[Record] = []
+    forward = ForwardPass(model, make_mesh(devices))
+    rows, validation = make_rows(CONFIG, model, random_corpus(LENGTHS)), make_validation(CONFIG, model)
+    trainer = Trainer(CONFIG, forward, rows, validation, report=records.append)
+    with Checkpoints(folder / "checkpoints", keep=1, identity=CONFIG.identity()) as checkpoints:
+        state = trainer.run(trainer.initial_state(jnp.asarray(fresh_weights(model.config, 7))), checkpoints)
+    assert len(state.weights.sharding.device_set) == devices
+    np.save(folder / "weights.npy", np.asarray(state.weights))
+    return records
+
+
+def test_four_devices_train_as_one(tmp_path: Path) -> None:
+    four, one = tmp_path / "four", tmp_path / "one"
+    four.mkdir()
+    one.mkdir()
+    code = (
+        "import json, jax; from pathlib import Path; from tests.train.test_devices import train; "
+        "assert jax.device_count() == 4; "
+        f"json.dump(train(Path({str(four)!r}), 4), open({str(four / 'records.json')!r}, 'w'))"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True)
+    expected = train(one, 1)
+    found = json.loads((four / "records.json").read_text())
+    assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in expected]
+    for a, b in zip(found, expected, strict=True):
+        for name in b.keys() - {"kind", "tokens_per_s"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), name
+    np.testing.assert_allclose(np.load(four / "weights.npy"), np.load(one / "weights.npy"), rtol=0, atol=1e-5)
+    # One device goes on with what four have written.
+    resumed = run_training(
+        four / "checkpoints", make_config(batch_size=8, micro_batch_size=4, steps=3, save_every=3), resume=True
+    )
+    np.testing.assert_array_equal(resumed.state.weights, np.load(four / "weights.npy"))
+
+
+def test_rows_that_devices_cannot_share() -> None:
+    config: TrainConfig = make_config(batch_size=6, micro_batch_size=2)
+    config.check_devices(2)
+    with pytest.raises(TrainingError, match=r"micro_batch_size=2 .* 4 devices; use a multiple of 4"):
+        config.check_devices(4)
