@@ -18,8 +18,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 LINKED = ("pallas_kernels", "train", "serve")
 LOCKS = ("base", "dev", "cuda", "cuda12", "h200-compiler")
-# Imported only where installed (conversion checks against them); never required.
-OPTIONAL = {"torch", "transformers"}
+# Imported only where installed (conversion checks against them, curves are drawn with one); never required.
+OPTIONAL = {"matplotlib", "torch", "transformers"}
 # Libraries of the server and of the tests, which the model, the kernels and the training must run without.
 NOT_IN_CORE = {"beartype", "fastapi", "grain", "openai", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 

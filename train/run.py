@@ -153,7 +153,7 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
     console.print(
         f"{len(corpus.lengths)} documents, {corpus.tokens.size:,} tokens: {rows.packing.num_rows:,} rows of "
         f"{config.seq_len}, {rows.filled:.0%} full; {pieces.dropped_tokens:,} tokens in pieces of less than {shortest} "
-        f"left out; {sum((batch.segments[:, 0] > 0).sum() for batch in batches)} documents to validate with"
+        f"left out; validation documents: {sum((batch.segments[:, 0] > 0).sum() for batch in batches)}"
     )
     held_out = hashlib.sha256(f"{corpus.fingerprint} {checked.fingerprint} {documents.tolist()}".encode())
     return RunData(train=rows, validation=batches, fingerprint=held_out.hexdigest()[:16])
