@@ -14,6 +14,8 @@ from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.run import RunFiles, run
 
+PROGRAMS = "programs"
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -64,6 +66,7 @@ def train(
 ) -> None:
     """Train the Forecast of a frozen model on text, on all devices that JAX sees."""
     try:
+        _keep_programs(out / PROGRAMS)
         config = TrainConfig(
             seq_len=ModelConfig.from_pretrained(model).max_position_embeddings if seq_len is None else seq_len,
             batch_size=batch_size,
@@ -98,6 +101,15 @@ def train(
     except (TrainingError, CheckpointError, ConfigError, TokenizerError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _keep_programs(folder: Path) -> None:
+    """A GPU's compiler picks the fastest of several kernels by measuring, and may pick another the next time: a resumed
+    run takes the programs of the one that it goes on with, so that it goes on bit for bit.
+    """
+    if jax.default_backend() != "cpu" and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from sparda_jax.pallas_kernels.block_selection import block_mask
 from sparda_jax.train._rows import dot
 
 # Queries of a chunk and keys of a tile. The largest array has batch * heads * QUERY_CHUNK * KEY_TILE float32.
-QUERY_CHUNK = 256
-KEY_TILE = 1024
+QUERY_CHUNK = 512
+KEY_TILE = 2048
 
 
 def block_attention(
@@ -37,6 +37,7 @@ def block_attention(
     batch, length, kv_heads, group, head_dim = q.shape
     if key_tile % block_size:
         raise ValueError(f"key_tile={key_tile} must be a multiple of block_size={block_size}")
+    chunk = min(chunk, length)
     tile = min(key_tile, -(-length // block_size) * block_size)
     after = ((0, 0), (0, 0), (0, -length % tile), (0, 0))
     keys, values = (jnp.pad(jnp.swapaxes(x, 1, 2), after) for x in (k, v))

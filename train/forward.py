@@ -103,6 +103,7 @@ class ForwardPass:
         for layer in model.layers:
             graphdef, weights = nnx.split(layer)
             self._layers.append((graphdef, jax.device_put(weights, self._everywhere)))
+        self._numbers = [self.everywhere(np.int32(number)) for number in range(len(self._layers))]
         self._loss_tiles = {"chunk": query_chunk, "key_tile": key_tile}
         self._attention_tiles = {"chunk": attention_chunk, "key_tile": attention_tile}
         whole, rows = P(), P(DATA)
@@ -171,12 +172,12 @@ class ForwardPass:
         """
         x = self._embed(self._table, rows)
         before = None
-        for number, (graphdef, weights) in enumerate(self._layers):
+        for number, (graphdef, weights) in zip(self._numbers, self._layers, strict=True):
             projected = self._project[graphdef](weights, x, rows)
             seen = projected.normed if before is None else before
-            blocks = visit(self.everywhere(np.int32(number)), seen, projected)
+            blocks = visit(number, seen, projected)
             before = projected.normed
-            if number + 1 < len(self._layers):
+            if number is not self._numbers[-1]:
                 x = self._advance[graphdef](weights, x, projected, blocks)
 
     def _embed_rows(self, table: Array, rows: Rows) -> Array:
