@@ -84,8 +84,11 @@ def forecast_loss(
         chunk: queries at a time. key_tile: fine keys at a time; a multiple of ``block_size``. Both change memory and
             time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
 
+    On several devices call it under `jax.shard_map` over the batch; sharded arguments alone work, but then XLA gathers
+    the scores of each top-k.
+
     Raises:
-        ValueError: q_len is shorter than a window.
+        ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
     return _loss(sparse, chunk, key_tile, student, q, k, positions, valid)
 
@@ -124,8 +127,6 @@ def _sweep(
     blocks = count_blocks(length, sparse)
     keys = make_keys(k, positions, valid, sparse, key_tile)
 
-    student = jnp.where(valid[..., None, None], student, 0)
-
     def step(carry: None, inputs: tuple[Queries, Array]) -> tuple[None, tuple[LossParts, Array]]:
         queries, student_rows = inputs
         sets = block_sets(queries, blocks, sparse)
@@ -147,9 +148,9 @@ def _sweep(
 
     inputs = (split_queries(q, positions, valid, chunk), split_chunks(student, chunk))
     _, (parts, gradient) = jax.lax.scan(step, None, inputs)
-    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), dataclasses.replace(parts, blocks=jnp.zeros(1, jnp.int32)))
-    blocks_of_rows = join_chunks(parts.blocks, 2)[:, :, :length]
-    return dataclasses.replace(sums, blocks=blocks_of_rows), join_chunks(gradient, 1)[:, :length]
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
+    parts = dataclasses.replace(sums, blocks=join_chunks(parts.blocks, 2)[:, :, :length])
+    return parts, join_chunks(gradient, 1)[:, :length]
 
 
 def _divergence(

@@ -86,7 +86,7 @@ def route(
         the end; ``selected = min(num_selected_blocks, blocks of a row)``. A document's own blocks only. Padding: -1.
 
     Raises:
-        ValueError: q_len is shorter than a window.
+        ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
     q, k = jax.lax.stop_gradient((q, k))
     keys = make_keys(k, positions, valid, sparse, key_tile)
