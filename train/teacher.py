@@ -29,18 +29,14 @@ from sparda_jax.train._rows import (
     dot,
     join_chunks,
     make_keys,
-    split_chunks,
     split_queries,
 )
 
 __all__ = [
     "TeacherScores",
     "check_packing",
-    "dot",
-    "join_chunks",
     "route",
     "route_chunk",
-    "split_chunks",
     "teacher_scores",
     "top_blocks",
 ]
