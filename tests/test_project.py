@@ -241,7 +241,7 @@ def test_readme_make_targets_exist() -> None:
     assert named <= targets, f"README or CONTRIBUTING names make targets that do not exist: {named - targets}"
 
 
-@pytest.mark.parametrize("module", ["convert", "plan", "serve", "pretrain"])
+@pytest.mark.parametrize("module", ["convert", "plan", "serve", "pretrain", "train"])
 def test_readme_flags_exist(module: str) -> None:
     used: set[str] = set()
     for line in readme_commands():
