@@ -59,7 +59,11 @@ def compiled(mode: Mode, fetch: Fetch) -> Compiled:
 
 @pytest.mark.parametrize(
     ("mode", "fetch"),
-    [(Mode.SPARDA, Fetch.AHEAD), (Mode.SPARSE, Fetch.IN_TURN), (Mode.INFINIGEN, Fetch.AHEAD)],
+    [
+        (Mode.SPARDA, Fetch.AHEAD),
+        pytest.param(Mode.SPARSE, Fetch.IN_TURN, marks=pytest.mark.slow),
+        (Mode.INFINIGEN, Fetch.AHEAD),
+    ],
 )
 def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
     program = compiled(mode, fetch)
