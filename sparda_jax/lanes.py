@@ -104,7 +104,8 @@ class DecodeLanes:
 
         Raises:
             ValueError: the lane is in use, or the sequence is empty or longer than a lane can be.
-            MemoryError: the host pool has too few free blocks; nothing is changed.
+            ConfigError: InfiniGen's lanes were given a cache without channel weights.
+            MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
         if self._lanes[lane] is not None:
             raise ValueError(f"lane {lane} is in use: leave it first")
@@ -115,6 +116,8 @@ class DecodeLanes:
                 f"a sequence of {length} tokens was given: a lane takes 1 to "
                 f"{self.shape.max_blocks * block_size - 1} (max_blocks={self.shape.max_blocks})"
             )
+        if self._skew is not None and cache.layers[0].channel_weight is None:
+            raise ConfigError("mode=infinigen needs a cache made for it (KVCache.empty(..., infinigen=True))")
         blocks = self._allocator.take(-(-length // block_size))
         ids = np.zeros(cache.capacity // block_size, np.int32)
         ids[: len(blocks)] = blocks

@@ -71,9 +71,8 @@ def adapt(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Second stage: mostly sparse attention, with the loss that teaches selection."""
-    description, generation = _description(data)
     recipe = dataclasses.replace(ADAPTATION, seed=seed, batch_tokens=batch_tokens).scaled(scale)
-    _run(load_model(start, dtype=jnp.float32), recipe, description, generation, data, out, workers)
+    _run(load_model(start, dtype=jnp.float32), recipe, *_description(data), data, out, workers)
 
 
 @app.command()
@@ -87,9 +86,8 @@ def refine(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Third stage: words and numbers that can only be copied token by token, dense and sparse."""
-    description, generation = _description(data)
     recipe = dataclasses.replace(REFINEMENT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
-    _run(load_model(start, dtype=jnp.float32), recipe, description, generation, data, out, workers)
+    _run(load_model(start, dtype=jnp.float32), recipe, *_description(data), data, out, workers)
 
 
 def _description(data: Path) -> tuple[dict[str, Any], dict[str, Any]]:

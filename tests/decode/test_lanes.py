@@ -133,3 +133,4 @@ def test_infinigen_needs_a_basis_and_channel_weights() -> None:
     layers = tuple(dataclasses.replace(layer, channel_weight=None) for layer in cache.layers)
     with pytest.raises(ConfigError, match="a cache made for it"):
         lanes.enter(0, dataclasses.replace(cache, layers=layers), token, SamplingParams())
+    assert lanes.free_blocks == lanes.shape.num_blocks, "what is refused takes no blocks"
