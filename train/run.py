@@ -196,8 +196,6 @@ def _finish(
     checkpoints: Checkpoints,
 ) -> None:
     step, target = int(state.step), files.export_forecast
-    if files.plot:
-        draw_curves(files.out, files.out / CURVES)
     if step < config.steps:
         console.print(f"stopped after step {step}; --resume goes on from there")
     elif target is not None:
@@ -207,6 +205,8 @@ def _finish(
         weights, base = np.asarray(state.weights), describe_path(files.model)
         export(target, weights, model, step=int(state.step), base=base, overwrite=files.overwrite)
         console.print(f"{target}: the Forecast of step {int(state.step)}")
+    if files.plot:
+        draw_curves(files.out, files.out / CURVES)
 
 
 def _record_config(config: TrainConfig, files: RunFiles) -> None:

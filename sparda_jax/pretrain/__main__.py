@@ -4,7 +4,9 @@
 2. ``python -m sparda_jax.pretrain train DENSE`` trains it from random weights (an H200: 10 minutes);
 3. ``python -m sparda_jax.pretrain adapt DENSE SPARSE`` makes it good at sparse attention (4 minutes);
 4. ``python -m sparda_jax.pretrain refine SPARSE OUT`` makes it copy more exactly (7 minutes);
-5. ``python -m sparda_jax.pretrain evaluate OUT`` measures recall on held-out prompts.
+5. ``python -m sparda_jax.pretrain forecast-texts TEXTS`` writes what ``python -m sparda_jax.train`` makes its Forecast
+   from (scripts/train_forecast.sh runs both);
+6. ``python -m sparda_jax.pretrain evaluate OUT`` measures recall on held-out prompts.
 """
 
 import dataclasses
@@ -22,11 +24,13 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from sparda_jax.checkpoint import load_model, save_hf
-from sparda_jax.config import ModelConfig
+from sparda_jax.checkpoint import CheckpointError, load_model, save_hf
+from sparda_jax.checkpoint.atomic import atomic_file
+from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import Decoder
 from sparda_jax.pretrain.batches import Batch, BatchPool, LossWeights, StreamConfig
-from sparda_jax.pretrain.evaluate import RecallResult, evaluate_recall, load_modes
+from sparda_jax.pretrain.evaluate import EVAL_NEW_TOKENS, RecallResult, evaluate_recall, load_modes
+from sparda_jax.pretrain.forecast_texts import DocumentConfig, write_texts
 from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
 from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
 from sparda_jax.pretrain.trainer import train as run_training
@@ -143,42 +147,81 @@ def _in_bfloat16(model: Decoder) -> Decoder:
 
 
 @app.command()
+def forecast_texts(
+    out: Annotated[Path, typer.Argument(help="Folder to write: train.jsonl and validation.jsonl.")],
+    data: DataOption = Path(".data/pretrain"),
+    documents: Annotated[int, typer.Option(help="To train on.")] = 6000,
+    validation: Annotated[int, typer.Option(help="Documents to validate with, of held-out words and prose.")] = 64,
+    length: Annotated[int, typer.Option(help="Tokens of the longest documents.")] = 8192,
+    workers: WorkersOption = WORKERS,
+    seed: Annotated[int, typer.Option(help="Of the documents.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+) -> None:
+    """Texts to train the Forecast on: long recall documents and prose."""
+    try:
+        config = DocumentConfig(length=length, seed=seed)
+        for name, split, count in (("train", "train", documents), ("validation", "eval", validation)):
+            file = out / f"{name}.jsonl"
+            write_texts(data, file, split, count, config, num_workers=workers, overwrite=overwrite)
+            console.print(f"{file}: {count} documents, {file.stat().st_size / 1e6:.1f} MB")
+    except (CheckpointError, OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
     data: DataOption = Path(".data/pretrain"),
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "4096",
     kinds: Annotated[str, typer.Option(help=f"Tasks, comma-separated: {', '.join(EVAL_KINDS)}.")] = "single",
     modes: Annotated[str, typer.Option(help="Selection modes, comma-separated.")] = "dense,sparse,random",
+    forecast: Annotated[
+        Path | None, typer.Option(help="Forecast file for the sparda modes, in place of the checkpoint's own.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts of each task and length.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results here, anew after each of them.")
+    ] = None,
 ) -> None:
     """Measure recall on held-out prompts."""
     tasks = load_eval_tasks(data)
     sizes = [int(n) for n in lengths.split(",")]
+    chosen = [Mode(m) for m in modes.split(",")]
+    asked = {(k, n): eval_prompts(k, n, prompts, seed, tasks=tasks) for n in sizes for k in kinds.split(",")}
     results: list[RecallResult] = []
-    for runner in load_modes(str(model), [Mode(m) for m in modes.split(",")], max(sizes) + 256):
-        for length in sizes:
-            for kind in kinds.split(","):
-                asked = eval_prompts(kind, length, prompts, seed, tasks=tasks)
-                result = evaluate_recall(runner, kind, length, asked)
-                results.append(result)
-                console.print(_row(result))
+    try:
+        runners = load_modes(model, chosen, max(sizes) + EVAL_NEW_TOKENS, forecast=forecast)
+    except (CheckpointError, ConfigError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    for runner in runners:
+        for (kind, length), questions in asked.items():
+            started = time.perf_counter()
+            results.append(evaluate_recall(runner, kind, length, questions))
+            console.print(f"{_row(results[-1])} ({time.perf_counter() - started:.0f} s)")
+            if json_out:
+                _write_results(json_out, results, seed)
     table = Table(
-        "task", "tokens", "mode", "recall", "values found", "blocks read", title=f"{model}, {prompts} prompts"
+        *("task", "tokens", "mode", "recall", "95 %", "values found", "blocks read"),
+        title=f"{model}, {prompts} prompts",
     )
     for result in results:
-        table.add_row(*_row(result).split(maxsplit=5))
+        table.add_row(*_row(result).split(maxsplit=6))
     console.print(table)
-    if json_out:
-        rows = [dataclasses.asdict(r) | {"recall": r.recall} for r in results]
-        json_out.write_text(json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n")
+
+
+def _write_results(file: Path, results: list[RecallResult], seed: int) -> None:
+    rows = [dataclasses.asdict(r) | {"recall": r.recall, "interval": r.interval} for r in results]
+    with atomic_file(file, overwrite=True) as temporary:
+        temporary.write_text(json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n")
 
 
 def _row(result: RecallResult) -> str:
-    recall = f"{100 * result.recall:.0f}±{100 * result.standard_error:.0f}%"
+    low, high = (round(100 * end) for end in result.interval)
     found, read = f"{100 * result.values_found:.0f}%", f"{100 * result.read_fraction:.0f}%"
-    return f"{result.kind} {result.length} {result.mode} {recall} {found} {read}"
+    return f"{result.kind} {result.length} {result.mode} {100 * result.recall:.1f}% {low}-{high}% {found} {read}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from sparda_jax.checkpoint import load_model
 from sparda_jax.library import SparDA
@@ -12,6 +13,8 @@ from sparda_jax.tokenizer import Tokenizer
 
 # Prompts that go through the model together.
 EVAL_BATCH = 25
+EVAL_NEW_TOKENS = 96
+_Z = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,18 +41,20 @@ class RecallResult:
         return self.right / self.prompts
 
     @property
-    def standard_error(self) -> float:
-        return math.sqrt(self.recall * (1 - self.recall) / self.prompts)
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the recall, which stays sensible at 0 and 1."""
+        share = 1 / (1 + _Z**2 / self.prompts)
+        centre = share * (self.recall + _Z**2 / (2 * self.prompts))
+        half = share * _Z * math.sqrt((self.recall * (1 - self.recall) + _Z**2 / (4 * self.prompts)) / self.prompts)
+        return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def evaluate_recall(
-    model: SparDA, kind: str, length: int, prompts: Sequence[EvalPrompt], *, max_new_tokens: int = 96
-) -> RecallResult:
+def evaluate_recall(model: SparDA, kind: str, length: int, prompts: Sequence[EvalPrompt]) -> RecallResult:
     """Greedy answers to ``prompts``; an answer is right when every expected value stands in it, as RULER counts."""
     right, found, total, fractions = 0, 0, 0, []
     for start in range(0, len(prompts), EVAL_BATCH):
         batch = prompts[start : start + EVAL_BATCH]
-        answers = model.generate([p.ids.tolist() for p in batch], max_new_tokens=max_new_tokens, return_stats=True)
+        answers = model.generate([p.ids.tolist() for p in batch], max_new_tokens=EVAL_NEW_TOKENS, return_stats=True)
         for prompt, answer in zip(batch, answers, strict=True):
             hits = [value in answer.text for value in prompt.expected]
             right += all(hits)
@@ -68,7 +73,18 @@ def evaluate_recall(
     )
 
 
-def load_modes(path: str, modes: Sequence[Mode], max_model_len: int) -> list[SparDA]:
-    """One copy of the weights, a runner for each mode."""
-    weights, tokenizer = load_model(path), Tokenizer.from_pretrained(path)
+def load_modes(path: Path, modes: Sequence[Mode], max_model_len: int, *, forecast: Path | None = None) -> list[SparDA]:
+    """One copy of the weights, a runner for each mode.
+
+    Args:
+        path: a checkpoint folder.
+        max_model_len: longest prompt and answer together.
+        forecast: a Forecast file for the sparda modes, in place of the folder's own.
+
+    Raises:
+        CheckpointError: a tensor is missing or damaged, or a mode needs a Forecast that is not there.
+    """
+    needed = any(mode.needs_forecast for mode in modes)
+    weights = load_model(path, forecast=forecast, require_forecast=needed)
+    tokenizer = Tokenizer.from_pretrained(path)
     return [SparDA(weights, tokenizer, mode=mode, max_model_len=max_model_len) for mode in modes]
