@@ -22,6 +22,7 @@ from sparda_jax.decode import DecodePlan, Fetch
 from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
 from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
+from sparda_jax.telemetry import no_counts
 
 SPARE_SLOTS = 32
 """Slots of a lane, layer and KV head besides those that one step attends to, where more would not fit."""
@@ -125,7 +126,7 @@ class MemoryPlan:
         slots: those of the other layers.
         pages: compressed keys of every block in the pool.
         partial_keys: what InfiniGen scores, and its bases; 0 in other modes.
-        tables: which block lies where, lengths.
+        tables: which block lies where, lengths, what the steps count.
         staging: keys, values and compressed keys of one whole sequence, while it is prefilled.
         workspace: temporary arrays of the compiled programs, estimated.
         host_pool: the records of all layers, in pinned host memory; an array a layer.
@@ -182,6 +183,7 @@ def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
     two = dataclasses.replace(config, num_layers=min(config.num_layers, 2))
     state = jax.eval_shape(lambda: empty_state(two, shape, dtype, partial_channels=channels))
     staging = jax.eval_shape(lambda: KVCache.empty(two, 1, demand.capacity, dtype, infinigen=channels > 0))
+    counts = jax.eval_shape(lambda: no_counts(config.num_layers, shape.lanes))
     first, others = state.layers[0], config.num_layers - 1
 
     def all_layers(part: Callable[[Any], Any], cache: DecodeState | KVCache = state) -> int:
@@ -196,7 +198,7 @@ def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
         slots=others * _bytes(state.layers[-1].slots),
         pages=all_layers(lambda layer: layer.pages),
         partial_keys=all_layers(lambda layer: (layer.partial_keys, layer.partial_basis)) + skew,
-        tables=all_layers(lambda layer: layer.residency) + _bytes(dataclasses.replace(state, layers=())),
+        tables=all_layers(lambda layer: layer.residency) + _bytes(dataclasses.replace(state, layers=(), counts=counts)),
         staging=all_layers(lambda layer: layer, staging) + _bytes(staging.lengths),
         workspace=prefill_workspace(demand) + decode_workspace(demand),
         host_pool=demand.num_blocks * demand.block_bytes,

@@ -24,10 +24,11 @@ from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
-from sparda_jax.pallas_kernels.record_copy import fetch_records
+from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
+from sparda_jax.telemetry import compare_selections
 
 # Edges of the CUDA graph follow from data alone, so that a copy can run beside a layer. CPUs ignore these.
 GPU_OPTIONS = {
@@ -66,11 +67,13 @@ class DecodePlan:
         fetch: when missing records are fetched.
         max_len: longest sequence to be served, for the choice of RoPE factors.
         backends: of the kernels.
+        compares: also select with each layer's own query, and count what of it the step attends to and copies.
     """
 
     mode: Mode
     fetch: Fetch
     max_len: int | None = None
+    compares: bool = False
     backends: Backends = dataclasses.field(default_factory=Backends)
 
     def __post_init__(self) -> None:
@@ -111,9 +114,10 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A layer whose blocks are selected and on their way: its cache, the list over its slots, the copies' plan."""
+    """A layer whose blocks are selected and on their way: its cache, the blocks, their slots, the copies' plan."""
 
     layer: LayerState
+    blocks: Int[Array, "batch kv_heads width"]
     slot_ids: Int[Array, "batch kv_heads width"]
     copy_plan: Int[Array, "plan"]
 
@@ -144,7 +148,7 @@ def decode_step(
     config = model.config
     step = _begin(config, state, new_blocks, plan, choose)
     position = step.position
-    layers, copies = list(state.layers), []
+    layers, copies, attended, compared = list(state.layers), [], [], []
     ahead: _Prepared | None = None
     previous: Projections | None = None
     x = model.embed(tokens[:, None])
@@ -168,23 +172,32 @@ def decode_step(
             ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position)
             # Tie 2: the layer's attention waits for the plan (which is never negative), so the fetch is issued first.
             q = jnp.where(ahead.copy_plan[0] < 0, 0, q)
+        if plan.compares:
+            compared.append(_compare(step, ready, q))
         layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
         layer = write_partial_key(layer, k, position, step.block_table)
-        attended = sparse_attention_decode(
+        out = sparse_attention_decode(
             q, layer.slots, ready.slot_ids, position + 1, backend=plan.backends.sparse_attention
         )
         layers[index], previous = layer, projections
         segments = state.num_lanes * config.num_kv_heads
         copies.append(ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads))
-        x = module.finish(x, attended.reshape(projections.q.shape))
+        attended.append(ready.slot_ids)
+        x = module.finish(x, out.reshape(projections.q.shape))
         if ahead:
             # Tie 3: the layer's output and the fetched slots leave together.
             x, slots = jax.lax.optimization_barrier((x, ahead.layer.slots))
             ahead = dataclasses.replace(ahead, layer=dataclasses.replace(ahead.layer, slots=slots))
+    copied = jnp.stack(copies)
+    # All layers at once: two kernels, and not one a layer.
+    read = jnp.sum(jnp.stack(attended) >= 0, axis=(2, 3), dtype=jnp.int32)
+    counts = state.counts.add(attended=read, copied=jnp.sum(copied, axis=2))
+    if compared:
+        counts = counts.add(**jax.tree.map(lambda *layers: jnp.stack(layers), *compared))
     new_state = dataclasses.replace(
-        state, layers=tuple(layers), block_table=step.block_table, lengths=state.lengths + state.live
+        state, layers=tuple(layers), block_table=step.block_table, lengths=state.lengths + state.live, counts=counts
     )
-    return x[:, 0], new_state, jnp.stack(copies)
+    return x[:, 0], new_state, copied
 
 
 def _begin(
@@ -273,7 +286,39 @@ def _prepare(
     segments = slot_ids.shape[0] * slot_ids.shape[1]
     slots = fetch_records(copy_plan, pool, layer.slots, segments=segments, backend=backends.record_copy)
     layer = dataclasses.replace(layer, slots=slots, residency=residency)
-    return _Prepared(layer=layer, slot_ids=slot_ids, copy_plan=copy_plan)
+    return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan)
+
+
+def _compare(
+    step: _Step, ready: _Prepared, q: Float[Array, "batch kv_heads group head_dim"]
+) -> dict[str, Int[Array, "batch"]]:
+    """What InfLLM-V2 picks with the layer's own queries, compared with the blocks that it attends to."""
+    sparse, width = step.config.sparse, step.width
+    own = select_blocks_decode(
+        q,
+        ready.layer.pages,
+        step.block_table,
+        num_windows(step.position + 1, sparse.kernel_size, sparse.kernel_stride),
+        step.query_block,
+        step.num_selected,
+        scorer=Scorer.INFLLM,
+        init_blocks=sparse.init_blocks,
+        local_blocks=sparse.local_blocks,
+        width=width,
+        backend=step.plan.backends.block_selection,
+    )
+    batch, kv_heads = own.shape[:2]
+    counts, pairs = unpack_plan(ready.copy_plan, batch * kv_heads)
+    first = jnp.full(batch, sparse.init_blocks)
+    has_choice = step.query_block + 1 > step.num_selected
+    return compare_selections(
+        own,
+        ready.blocks,
+        counts.reshape(batch, kv_heads),
+        pairs[..., 0].reshape(batch, kv_heads, width),
+        step.block_table,
+        (first, jnp.where(has_choice, step.query_block - sparse.local_blocks, first)),
+    )
 
 
 def _select(

@@ -21,6 +21,7 @@ from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
 from sparda_jax.selection import Mode
+from sparda_jax.telemetry import DecodeStats, HostClock
 
 
 @dataclasses.dataclass
@@ -42,13 +43,23 @@ class DecodeLanes:
         shape: sizes of the cache.
         plan: the static choices of a step.
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer; needed in that mode only.
+        sample_every: every so many steps, one step also selects with each layer's own query (a second program, compiled
+            then), and the next one is taken twice to find its exposed wait (the host waits for both). None: never.
 
     Raises:
-        ConfigError: the slots can't hold what one step selects, or the mode needs a Forecast or a basis that is not
-            there.
+        ConfigError: the slots can't hold what one step selects, the mode needs a Forecast or a basis that is not
+            there, or ``sample_every`` is below 2.
     """
 
-    def __init__(self, model: Decoder, shape: CacheShape, plan: DecodePlan, skew: Skew | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        shape: CacheShape,
+        plan: DecodePlan,
+        skew: Skew | None = None,
+        *,
+        sample_every: int | None = None,
+    ):
         config = model.config
         if plan.mode.needs_forecast and not model.has_forecast:
             raise ConfigError(
@@ -57,6 +68,8 @@ class DecodeLanes:
             )
         if plan.mode is Mode.INFINIGEN and skew is None:
             raise ConfigError("mode=infinigen needs a calibrated basis (`calibrate`), and none was given")
+        if sample_every is not None and sample_every < 2:
+            raise ConfigError(f"sample_every={sample_every} is not allowed: use 2 or more, or None for no samples")
         width = plan.list_width(config, shape.max_blocks)
         if min(shape.slots_of(layer) for layer in range(config.num_layers)) < width:
             raise ConfigError(
@@ -77,11 +90,17 @@ class DecodeLanes:
         self._no_blocks = jnp.full(shape.lanes, -1, jnp.int32, device=self._device)
         self._lanes: list[_Lane | None] = [None] * shape.lanes
         self._graphdef, self._weights = nnx.split(model)
-        step = functools.partial(step_and_sample, self._graphdef, plan)
-        self._step = jax.jit(state_first(step), donate_argnums=1, compiler_options=GPU_OPTIONS)
+        self._step = self._program(plan)
+        self._comparing_step = self._program(dataclasses.replace(plan, compares=True))
+        self._sample_every, self._steps, self._compared, self._clock = sample_every, 0, 0, HostClock()
         self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
         self.copies: Int[Array, "layers batch kv_heads"] | None = None
         """Records that the last step copied, per layer, lane and KV head."""
+
+    def _program(self, plan: DecodePlan) -> Callable:
+        """A step; compiled when it is first called."""
+        step = functools.partial(step_and_sample, self._graphdef, plan)
+        return jax.jit(state_first(step), donate_argnums=1, compiler_options=GPU_OPTIONS)
 
     @property
     def free_blocks(self) -> int:
@@ -119,6 +138,7 @@ class DecodeLanes:
         if self._skew is not None and cache.layers[0].channel_weight is None:
             raise ConfigError("mode=infinigen needs a cache made for it (KVCache.empty(..., infinigen=True))")
         blocks = self._allocator.take(-(-length // block_size))
+        self._clock.interrupted()
         ids = np.zeros(cache.capacity // block_size, np.int32)
         ids[: len(blocks)] = blocks
         self._pool.store(cache, ids, length // block_size)
@@ -144,6 +164,7 @@ class DecodeLanes:
             ValueError: a lane is full.
             MemoryError: a lane begins a block and the host pool has none left; nothing is changed.
         """
+        self._clock.look()
         block_size = self.config.sparse.block_size
         used = [(lane, entry) for lane, entry in enumerate(self._lanes) if entry is not None]
         for lane, entry in used:
@@ -157,9 +178,7 @@ class DecodeLanes:
                 entry.blocks.append(block)
                 ids[lane] = block
             new_blocks = jax.device_put(ids, self._device)
-        self._state, self._tokens, self.copies = self._step(
-            self._weights, self._state, self._pool.arrays, self._tokens, new_blocks, self._sampling
-        )
+        self._launch(new_blocks)
         for _, entry in used:
             entry.length += 1
         if any(entry.length % block_size == 0 for _, entry in used):
@@ -167,7 +186,59 @@ class DecodeLanes:
             self._pool.write_back(self._state)
             written = self._state.written + finished(self._state, block_size)
             self._state = dataclasses.replace(self._state, written=written)
+        self._clock.launched(self._state.lengths)
         return self._tokens
+
+    def return_stats(self) -> DecodeStats:
+        """What all steps so far did; waits for the device, as nothing else here does.
+
+        Counts are per layer and lane; a lane's go on when another sequence enters it (`DecodeStats.since`).
+        """
+        record = self._state.layers[0].slots
+        return DecodeStats.read(
+            self._state.counts,
+            record_bytes=record.nbytes // record.shape[0],
+            steps=self._steps,
+            sampled_steps=self._compared,
+            clock=self._clock,
+        )
+
+    def _launch(self, new_blocks: Int[Array, "batch"]) -> None:
+        """Launches a step, or samples one."""
+        self._steps += 1
+        # The first step is never sampled: it compiles the program.
+        place = self._steps % self._sample_every if self._sample_every and self._steps > 1 else -1
+        if place == 1:
+            self._take_twice(new_blocks)
+            return
+        self._clock.launching()
+        self._compared += place == 0
+        self._take(self._comparing_step if place == 0 else self._step, self._tokens, new_blocks)
+
+    def _take(self, step: Callable, tokens: Int[Array, "batch"], new_blocks: Int[Array, "batch"]) -> None:
+        self._state, self._tokens, self.copies = step(
+            self._weights, self._state, self._pool.arrays, tokens, new_blocks, self._sampling
+        )
+
+    def _take_twice(self, new_blocks: Int[Array, "batch"]) -> None:
+        """Takes a step, goes back by a token and takes it again: the same work and results, but nothing is missing."""
+        tokens = self._tokens
+
+        def seconds() -> float:
+            jax.block_until_ready(self._state)
+            began = self._clock.now()
+            self._take(self._step, tokens, new_blocks)
+            jax.block_until_ready(self._state)
+            return self._clock.now() - began
+
+        with_copies = seconds()
+        state, copies = self._state, self.copies
+        counts = jax.tree.map(jnp.copy, state.counts)
+        self._state = dataclasses.replace(state, lengths=state.lengths - state.live)
+        self._clock.wait += with_copies - seconds()
+        self._clock.timed += 1
+        self._state, self.copies = dataclasses.replace(self._state, counts=counts), copies
+        self._clock.interrupted()
 
 
 def step_and_sample(

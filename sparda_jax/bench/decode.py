@@ -135,7 +135,8 @@ def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState
     state = empty_state(config, shape, dtype, partial_channels=case.plan.mode.partial_channels(config))
     table = np.random.default_rng(0).permutation(shape.num_blocks).reshape(shape.lanes, shape.max_blocks)
     last = shape.max_blocks - 1
-    return DecodeState(
+    return dataclasses.replace(
+        state,
         layers=tuple(filled(index, layer) for index, layer in enumerate(state.layers)),
         block_table=jnp.asarray(table, jnp.int32),
         lengths=jnp.full(shape.lanes, last * block_size, jnp.int32),

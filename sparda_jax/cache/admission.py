@@ -49,7 +49,8 @@ def admit(
         layers.append(_admit_partial_keys(layer, stored, lane, physical, config, skew[index] if skew else None))
     max_blocks = state.block_table.shape[1]
     row = jnp.zeros(max_blocks, jnp.int32).at[jnp.arange(block_ids.shape[0])].set(block_ids, mode="drop")
-    return DecodeState(
+    return dataclasses.replace(
+        state,
         layers=tuple(layers),
         block_table=state.block_table.at[lane].set(row),
         lengths=state.lengths.at[lane].set(length),

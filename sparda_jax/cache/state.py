@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.pallas_kernels.residency import Residency, empty_residency
+from sparda_jax.telemetry import Counts, no_counts
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +45,7 @@ class DecodeState:
         lengths: tokens stored per lane.
         live: which lanes decode; the others are left as they are.
         written: how many of a lane's blocks, from the first on, the host pool holds.
+        counts: what the steps have attended to and copied.
     """
 
     layers: tuple[LayerState, ...]
@@ -51,6 +53,7 @@ class DecodeState:
     lengths: Int[Array, "batch"]
     live: Bool[Array, "batch"]
     written: Int[Array, "batch"]
+    counts: Counts
 
     @property
     def num_lanes(self) -> int:
@@ -114,4 +117,5 @@ def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, par
         lengths=jnp.zeros(shape.lanes, jnp.int32),
         live=jnp.zeros(shape.lanes, bool),
         written=jnp.zeros(shape.lanes, jnp.int32),
+        counts=no_counts(config.num_layers, shape.lanes),
     )

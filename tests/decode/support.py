@@ -81,12 +81,18 @@ def decoded(mode: Mode, prompt: int) -> tuple[np.ndarray, KVCache]:
 
 
 def make_lanes(
-    mode: Mode, fetch: Fetch, *, slots: int = MAX_BLOCKS, lanes: int = 3, num_blocks: int = 3 * MAX_BLOCKS
+    mode: Mode,
+    fetch: Fetch,
+    *,
+    slots: int = MAX_BLOCKS,
+    lanes: int = 3,
+    num_blocks: int = 3 * MAX_BLOCKS,
+    sample_every: int | None = None,
 ) -> DecodeLanes:
     """Empty lanes over a cache of NaN: whatever is read before it is written shows."""
     plan = DecodePlan(mode=mode, fetch=fetch, max_len=CAPACITY)
     shape = CacheShape(lanes=lanes, max_blocks=MAX_BLOCKS, num_blocks=num_blocks, slots_per_lane=slots)
-    made = DecodeLanes(toy_of(mode).decoder, shape, plan, skew_of(mode))
+    made = DecodeLanes(toy_of(mode).decoder, shape, plan, skew_of(mode), sample_every=sample_every)
     host = made._pool._pools[0].sharding
     made._pool._pools = tuple(
         jax.device_put(np.full(pool.shape, np.nan, np.float32), host) for pool in made._pool._pools
