@@ -16,7 +16,12 @@ def main(
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face or converted checkpoint; the bundled model when left out.")
     ] = None,
-    mode: Annotated[ServedMode, typer.Option(help="How the blocks that a token reads are chosen.")] = "sparse",
+    mode: Annotated[
+        ServedMode | None,
+        typer.Option(
+            help="How the blocks that a token reads are chosen; if left out, sparda with a Forecast and sparse without."
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Longest sequence in tokens, prompt and answer; the model's own limit if left out."),

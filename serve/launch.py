@@ -29,10 +29,8 @@ def load(settings: Settings) -> Report:
     Raises:
         SettingsError, ConfigError, CheckpointError, TokenizerError: it can't be served; the message says why.
     """
-    try:
-        mode = Mode(settings.mode)
-    except ValueError:
-        raise SettingsError(f"--mode {settings.mode} is not known; use one of {', '.join(Mode)}") from None
+    if settings.mode is not None and settings.mode not in list(Mode):
+        raise SettingsError(f"--mode {settings.mode} is not known; use one of {', '.join(Mode)}")
     sampling = SamplingDefaults.from_pretrained(settings.model)
     tokenizer = Tokenizer.from_pretrained(settings.model)
     weights = open_weights(settings.model, forecast=settings.forecast)
@@ -41,9 +39,10 @@ def load(settings: Settings) -> Report:
             f"--model {settings.model}: the tokenizer has {tokenizer.vocab_size} ids, the model only "
             f"{weights.config.vocab_size}; they do not belong together"
         )
+    default = Mode.SPARSE if weights.forecast is None else Mode.SPARDA
     model = SparDA.from_pretrained(
         settings.model,
-        mode=mode,
+        mode=settings.mode or default,
         max_model_len=settings.max_model_len,
         dtype=None if settings.dtype == "auto" else jnp.dtype(settings.dtype),
         forecast=settings.forecast,

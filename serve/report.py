@@ -58,7 +58,7 @@ class Report:
         weights = self.num_parameters * dtype.itemsize
         yield "parameters", f"{self.num_parameters / 1e6:,.1f} M in {dtype.name}, {gib(weights)}"
         yield "device", f"{self.device.device_kind} ({self.device}), JAX {jax.__version__}"
-        yield "mode", f"{runner.mode.value}: {_MEANING[runner.mode]}"
+        yield "mode", f"{runner.mode.value}: {_MEANING[runner.mode]}{self._why_this_mode()}"
         yield "context limit", context_limit(config, runner.max_model_len, settings)
         if warning := beyond_training(config, runner.max_model_len, settings.long_context):
             yield "warning", warning
@@ -77,6 +77,12 @@ class Report:
         )
         if self.tokenizer.chat_template is None:
             yield "chat", "no chat template: /v1/chat/completions refuses requests, use /v1/completions"
+
+    def _why_this_mode(self) -> str:
+        if self.settings.mode is not None:
+            return ""
+        found = "has a" if self.runner.mode.needs_forecast else "has no"
+        return f" (the default: the checkpoint {found} Forecast)"
 
     def _memory(self) -> str:
         plan = self.memory

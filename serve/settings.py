@@ -20,13 +20,14 @@ class Settings:
     """One server's options; the command line's help says what each means.
 
     Attributes:
+        mode: None: sparda if there is a Forecast, else sparse.
         max_active: None: as many sequences as fit into memory, 4 at most.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready.
     """
 
     model: Path = BUNDLED_MODEL
     model_name: str | None = None
-    mode: str = "sparse"
+    mode: str | None = None
     max_model_len: int | None = None
     forecast: Path | None = None
     long_context: bool = False

@@ -20,11 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sparda_jax.config import ModelConfig, RopeConfig
+from sparda_jax.selection import Mode
 from sparda_jax.serve import report as reports
 from sparda_jax.serve.__main__ import app
 from sparda_jax.serve.launch import load
 from sparda_jax.serve.memory import MemoryPlan, free_memory, gib
 from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
+from sparda_jax.train.forecast import export, fresh_weights
 from tests.serve.fakes import wait_until
 from tests.serve.tiny_checkpoint import write_checkpoint
 from tests.serve.tiny_tokenizer import BOS
@@ -125,7 +127,9 @@ def test_report_says_what_will_run_and_why(checkpoint: Path) -> None:
     lines = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in console.export_text().splitlines())
     assert lines["context limit"].startswith("2000 tokens, prompt and answer: --max-model-len")
     assert "1024" in lines["warning"]
-    assert lines["mode"].startswith("sparse: InfLLM-V2")
+    assert lines["mode"] == (
+        "sparse: InfLLM-V2: a layer's own queries choose its blocks (the default: the checkpoint has no Forecast)"
+    )
     assert lines["dense_len"].startswith("256: ")
     assert lines["selection"].startswith(
         "3 blocks of 64 tokens per token and KV head: 1 initial, 1 local and its own, 0"
@@ -146,6 +150,22 @@ def test_report_says_what_will_run_and_why(checkpoint: Path) -> None:
     default = load(Settings(model=checkpoint))
     assert "max_position_embeddings (--max-model-len lowers it)" in dict(default.lines())["context limit"]
     assert "warning" not in dict(default.lines())
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_forecast_makes_sparda_the_default(checkpoint: Path, tmp_path: Path, beside: bool) -> None:
+    folder = tmp_path / "with-forecast"
+    shutil.copytree(checkpoint, folder)
+    config = ModelConfig.from_pretrained(folder)
+    file = folder / "forecast.safetensors" if beside else tmp_path / "trained.safetensors"
+    export(file, fresh_weights(config, 0), config, step=1, base="tiny")
+    given = None if beside else file
+    default = load(Settings(model=folder, forecast=given))
+    assert default.runner.mode is Mode.SPARDA
+    assert dict(default.lines())["mode"].endswith("chooses the blocks (the default: the checkpoint has a Forecast)")
+    chosen = load(Settings(model=folder, forecast=given, mode="sparse"))
+    assert chosen.runner.mode is Mode.SPARSE
+    assert dict(chosen.lines())["mode"].endswith("choose its blocks")
 
 
 def longrope(trained: int, original: int) -> ModelConfig:
