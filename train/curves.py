@@ -16,7 +16,7 @@ _PANELS = {
 
 def _figure() -> Any:
     try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainingError(
             "curves need matplotlib, which is not installed: pip install 'sparda-jax[plot]', or read metrics.jsonl"
@@ -49,5 +49,6 @@ def draw_curves(out: Path, file: Path) -> None:
                     label = name.replace("_", " ") if kind == "train" else None
                     axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
         axes.set(title=title, xlabel="step")
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
     figure.savefig(file, dpi=120)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparda_jax.train.curves import check_plot
+from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.event_file import EventFile
 from sparda_jax.train.forward import LayerSums
@@ -205,3 +205,17 @@ def test_curves_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(TrainingError, match=r"curves need matplotlib.*sparda-jax\[plot\]"):
         check_plot()
+
+
+def test_curves_show_the_numbers(tmp_path: Path) -> None:
+    pictures = []
+    for name, records in (
+        ("one", [validation_record(0), train_record(1), train_record(2)]),
+        ("other", [validation_record(0), train_record(1), train_record(2, loss=0.75)]),
+        ("without a choice", [{**train_record(1), "teacher_recall": None}]),
+    ):
+        run_log(tmp_path / name, records)
+        draw_curves(tmp_path / name, tmp_path / f"{name}.png")
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert len(set(pictures)) == 3
