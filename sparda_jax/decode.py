@@ -28,6 +28,7 @@ from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
+from sparda_jax.streaming import STREAM_OPTIONS, LayerStream, min_streaming_slots, newest_blocks
 from sparda_jax.telemetry import compare_selections
 
 # Edges of the CUDA graph follow from data alone, so that a copy can run beside a layer. CPUs ignore these.
@@ -46,6 +47,7 @@ class Fetch(enum.StrEnum):
 
     AHEAD = "ahead"  # while the layer before computes; needs a mode that looks ahead
     IN_TURN = "in-turn"  # by the layer itself, which waits
+    STREAM = "stream"  # whole layers, each while the one before computes; for dense beyond the slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,26 @@ class DecodePlan:
                 f"fetch={self.fetch.value} needs a mode that looks a layer ahead ({able}), and mode={self.mode.value} "
                 f"does not: use fetch={Fetch.IN_TURN.value}"
             )
+        if self.fetch is Fetch.STREAM and self.mode is not Mode.DENSE:
+            raise ConfigError(
+                f"fetch={self.fetch.value} brings whole layers, and mode={self.mode.value} attends to selected blocks: "
+                f"use fetch={Fetch.IN_TURN.value}, or mode={Mode.DENSE.value}"
+            )
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """XLA's options for the step's program."""
+        return GPU_OPTIONS | (STREAM_OPTIONS if self.fetch is Fetch.STREAM else {})
+
+    def streams(self, layer: int) -> bool:
+        """Whether a layer's records come as a whole; layer 0 lies in its slots."""
+        return self.fetch is Fetch.STREAM and layer > 0
+
+    def min_slots(self, config: ModelConfig, max_blocks: int) -> int:
+        """Slots per lane and KV head that a layer after the first must have."""
+        if self.fetch is Fetch.STREAM:
+            return min_streaming_slots(config.sparse, max_blocks)
+        return self.list_width(config, max_blocks)
 
     def list_width(self, config: ModelConfig, max_blocks: int) -> int:
         """Entries of a block list: a selection, a request below ``dense_len``, or in dense mode everything.
@@ -143,7 +165,8 @@ def decode_step(
         choose: exchanges the selected blocks of a layer for others, so that a benchmark can set how many are missing.
 
     Returns:
-        The stream before the final norm, the new cache, and how many records each layer copied per lane and KV head.
+        The stream before the final norm, the new cache, and how many records each layer copied per lane and KV head;
+        of a layer that came as a whole, those that the lane reads.
     """
     config = model.config
     step = _begin(config, state, new_blocks, plan, choose)
@@ -151,6 +174,7 @@ def decode_step(
     layers, copies, attended, compared = list(state.layers), [], [], []
     ahead: _Prepared | None = None
     previous: Projections | None = None
+    stream = LayerStream(pools, step.block_table, step.query_block) if plan.fetch is Fetch.STREAM else None
     x = model.embed(tokens[:, None])
     for index, module in enumerate(model.layers):
         projections = module.project(x, step.cos, step.sin)
@@ -176,13 +200,15 @@ def decode_step(
             compared.append(_compare(step, ready, q))
         layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
         layer = write_partial_key(layer, k, position, step.block_table)
-        out = sparse_attention_decode(
-            q, layer.slots, ready.slot_ids, position + 1, backend=plan.backends.sparse_attention
-        )
+        records, listed = layer.slots, ready.slot_ids
+        if stream and plan.streams(index):
+            records, listed, q = stream.take(index, layer, ready.slot_ids, q)
+        out = sparse_attention_decode(q, records, listed, position + 1, backend=plan.backends.sparse_attention)
         layers[index], previous = layer, projections
         segments = state.num_lanes * config.num_kv_heads
-        copies.append(ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads))
-        attended.append(ready.slot_ids)
+        missed = ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads)
+        copies.append(_written(step, missed) if plan.streams(index) else missed)
+        attended.append(listed)
         x = module.finish(x, out.reshape(projections.q.shape))
         if ahead:
             # Tie 3: the layer's output and the fetched slots leave together.
@@ -230,6 +256,11 @@ def _begin(
     )
 
 
+def _written(step: _Step, like: Int[Array, "batch kv_heads"]) -> Int[Array, "batch kv_heads"]:
+    """The records that a lane reads of a layer that came from the host as a whole."""
+    return jnp.broadcast_to(jnp.where(step.position >= 0, step.written, 0)[:, None], like.shape)
+
+
 def _forecast(
     projection: Float[Array, "batch 1 kv_heads head_dim"] | None,
 ) -> Float[Array, "batch kv_heads 1 head_dim"]:
@@ -274,18 +305,23 @@ def _prepare(
         queries: what its blocks are scored with.
         stored: tokens per lane whose compressed keys the layer's pages hold.
     """
-    backends = step.plan.backends
-    blocks = _select(step, index, layer, queries, stored)
-    if step.choose:
-        blocks = step.choose(index, step.position, blocks)
+    backends, streamed = step.plan.backends, step.plan.streams(index)
+    if streamed:
+        blocks = newest_blocks(step.query_block, step.config.num_kv_heads)
+    else:
+        blocks = _select(step, index, layer, queries, stored)
+        if step.choose:
+            blocks = step.choose(index, step.position, blocks)
     residency, slot_ids, copy_plan = plan_residency(
         layer.residency, blocks, step.block_table, step.query_block, step.written, backend=backends.residency
     )
     # Tie 1: the plan leaves the selection as one array, at once.
     copy_plan = jax.lax.optimization_barrier(copy_plan)
-    segments = slot_ids.shape[0] * slot_ids.shape[1]
-    slots = fetch_records(copy_plan, pool, layer.slots, segments=segments, backend=backends.record_copy)
-    layer = dataclasses.replace(layer, slots=slots, residency=residency)
+    layer = dataclasses.replace(layer, residency=residency)
+    if not streamed:  # else none of them is missing
+        segments = slot_ids.shape[0] * slot_ids.shape[1]
+        slots = fetch_records(copy_plan, pool, layer.slots, segments=segments, backend=backends.record_copy)
+        layer = dataclasses.replace(layer, slots=slots)
     return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan)
 
 

@@ -16,7 +16,7 @@ from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import GPU_OPTIONS, Choose, DecodePlan, decode_step
+from sparda_jax.decode import Choose, DecodePlan, Fetch, decode_step
 from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
@@ -48,7 +48,7 @@ class DecodeLanes:
 
     Raises:
         ConfigError: the slots can't hold what one step selects, the mode needs a Forecast or a basis that is not
-            there, or ``sample_every`` is below 2.
+            there, ``sample_every`` is below 2, or whole layers are streamed and ``sample_every`` is given.
     """
 
     def __init__(
@@ -70,11 +70,17 @@ class DecodeLanes:
             raise ConfigError("mode=infinigen needs a calibrated basis (`calibrate`), and none was given")
         if sample_every is not None and sample_every < 2:
             raise ConfigError(f"sample_every={sample_every} is not allowed: use 2 or more, or None for no samples")
-        width = plan.list_width(config, shape.max_blocks)
-        if min(shape.slots_of(layer) for layer in range(config.num_layers)) < width:
+        if sample_every is not None and plan.fetch is Fetch.STREAM:
             raise ConfigError(
-                f"slots_per_lane={shape.slots_per_lane} cannot hold the {width} blocks that a step of "
-                f"mode={plan.mode.value} attends to: use {width} or more"
+                f"sample_every={sample_every} compares selections, and fetch={plan.fetch.value} has none: use None"
+            )
+        least = plan.min_slots(config, shape.max_blocks)
+        if min(shape.slots_of(layer) for layer in range(config.num_layers)) < least:
+            beyond = plan.mode is Mode.DENSE and plan.fetch is Fetch.IN_TURN
+            or_stream = f", or fetch={Fetch.STREAM.value}" if beyond else ""
+            raise ConfigError(
+                f"slots_per_lane={shape.slots_per_lane} cannot hold the {least} blocks that a step of "
+                f"mode={plan.mode.value} with fetch={plan.fetch.value} reads in slots: use {least} or more{or_stream}"
             )
         self.config, self.shape, self.plan = config, shape, plan
         self._device = next(iter(model.embed_tokens.devices()))
@@ -100,7 +106,7 @@ class DecodeLanes:
     def _program(self, plan: DecodePlan) -> Callable:
         """A step; compiled when it is first called."""
         step = functools.partial(step_and_sample, self._graphdef, plan)
-        return jax.jit(state_first(step), donate_argnums=1, compiler_options=GPU_OPTIONS)
+        return jax.jit(state_first(step), donate_argnums=1, compiler_options=plan.compiler_options)
 
     @property
     def free_blocks(self) -> int:
