@@ -17,10 +17,28 @@ CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2, spare_slots
 @pytest.mark.parametrize("way", ["sparda", "sparse", "infinigen"])
 def test_steps_miss_what_is_asked_for(way: str) -> None:
     model = toy("deep").decoder
-    seconds, compiling, missed = bench.measure(model, dataclasses.replace(CASE, way=way))
-    assert missed == CASE.misses
-    assert seconds > 0
-    assert compiling > 0
+    found = bench.measure(model, dataclasses.replace(CASE, way=way))
+    width = model.config.sparse.num_selected_blocks
+    assert found.misses == found.settings()["misses"] == CASE.misses
+    assert found.stats.hit_rate == pytest.approx(1 - found.misses / width)
+    assert found.stats.steps == bench.SAMPLES * bench.STEPS
+    assert found.stats.launches == bench.SAMPLES * (bench.STEPS - 1)
+    assert found.settings()["exposed_wait_ms"] == round(1e3 * (found.seconds - found.resident), 3)
+    assert min(found.seconds, found.resident, found.compiling) > 0
+    assert found.compared is None
+
+
+def test_natural_misses_are_those_of_the_selection() -> None:
+    model = toy("deep").decoder
+    sparse, compared_heads = model.config.sparse, 2 * model.config.num_kv_heads
+    found = bench.measure(model, dataclasses.replace(CASE, misses=None))
+    assert found.compared is not None
+    assert 0 < found.misses < sparse.num_selected_blocks
+    assert found.compared.steps == bench.WARMUP
+    free = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
+    assert (found.compared.picked.sum(1) == bench.WARMUP * compared_heads * free).all()
+    # Two of 180 blocks, chosen by random queries: hardly any is the same.
+    assert found.settings()["recall"] < 0.5 < found.settings()["wasted"] <= 1
 
 
 def test_lists_are_ascending_and_hold_the_forced_blocks() -> None:

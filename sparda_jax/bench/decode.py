@@ -25,6 +25,7 @@ from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES
+from sparda_jax.telemetry import DecodeStats, HostClock
 
 console = Console(soft_wrap=True)
 
@@ -46,7 +47,10 @@ STEPS, SAMPLES, WARMUP = 16, 3, 4
 METHOD = (
     f"median of {SAMPLES} runs of {STEPS} steps, launched without waiting in between, after {WARMUP}; random weights "
     "and contents; which blocks are attended to is set, so that each step misses the given number for each KV head and "
-    "layer but the first; the selection is computed all the same."
+    "layer but the first, and the selection is computed all the same (not where misses are natural: there it decides). "
+    "exposed_wait_ms: less the time of runs of the same program that repeat one step, which miss nothing. late: of the "
+    "launches after a step, those that found the GPU idle; host_gap_ms: how long it was idle, at most, per launch. "
+    "recall, wasted: against the layers' own queries, by a second program in steps that are not timed."
 )
 
 
@@ -58,7 +62,7 @@ class Case:
         way: a name of `WAYS`.
         batch: lanes, all of the same length.
         context: tokens of a lane.
-        misses: blocks that a KV head of a layer lacks in a step.
+        misses: blocks that a KV head of a layer lacks in a step; None: as many as it happens to.
         spare_slots: slots of a lane besides what one step attends to.
         pools: how many different pools the layers read, since making them takes about a second per GiB.
     """
@@ -66,7 +70,7 @@ class Case:
     way: str
     batch: int
     context: int
-    misses: int
+    misses: float | None
     spare_slots: int = 32
     pools: int = 2
 
@@ -93,11 +97,11 @@ def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     keys = 2 * (case.context * channels or case.context // sparse.kernel_stride * config.head_dim)
     per_head = sparse.num_selected_blocks * record + keys
     hbm = weights + layers * case.batch * config.num_kv_heads * per_head
-    copied = (layers - 1) * case.batch * config.num_kv_heads * case.misses * record
+    copied = (layers - 1) * case.batch * config.num_kv_heads * (case.misses or 0) * record
     return hbm / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
 
 
-def lists_with(misses: int, config: ModelConfig, blocks: int, start: int) -> Any:
+def lists_with(misses: float, config: ModelConfig, blocks: int, start: int) -> Any:
     """The blocks of each step: the forced ones, and a window that moves on by ``misses`` blocks a token."""
     sparse = config.sparse
     first, last = sparse.init_blocks, blocks - 1 - sparse.local_blocks
@@ -130,7 +134,17 @@ def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState
 
     def filled(index: int, layer: LayerState) -> LayerState:
         key = jax.random.key(index)
-        return jax.tree.map(lambda x: normal(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x, layer)
+        layer = jax.tree.map(lambda x: normal(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x, layer)
+        if shape.slots_of(index) < shape.max_blocks:
+            return layer
+        # As layer 0 is after admission: every block in a slot, so that nothing is ever fetched.
+        lane, head, block = np.ogrid[: shape.lanes, : config.num_kv_heads, : shape.max_blocks]
+        slots = (lane * shape.max_blocks + block) * config.num_kv_heads + head
+        held = np.tile(np.arange(shape.max_blocks, dtype=np.int32), (config.num_kv_heads, shape.lanes))
+        residency = dataclasses.replace(
+            layer.residency, slot_of_block=jnp.asarray(slots, jnp.int32), block_of_slot=jnp.asarray(held)
+        )
+        return dataclasses.replace(layer, residency=residency)
 
     state = empty_state(config, shape, dtype, partial_channels=case.plan.mode.partial_channels(config))
     table = np.random.default_rng(0).permutation(shape.num_blocks).reshape(shape.lanes, shape.max_blocks)
@@ -145,8 +159,53 @@ def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState
     )
 
 
-def measure(model: Decoder, case: Case) -> tuple[float, float, float]:
-    """Seconds of a step, seconds of compiling, and the blocks that a KV head missed on average."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `measure` found.
+
+    Attributes:
+        seconds: of a step.
+        resident: of a step of the same program that finds everything in the slots.
+        compiling: seconds of compiling the step.
+        stats: counts of the timed steps, and their launches.
+        compared: of other steps, with each layer's own selection; None where the lists are set.
+        kv_heads: of a layer.
+    """
+
+    seconds: float
+    resident: float
+    compiling: float
+    stats: DecodeStats
+    compared: DecodeStats | None
+    kv_heads: int
+
+    @property
+    def misses(self) -> float:
+        """Blocks that a KV head missed on average, in all layers but the first."""
+        return float(self.stats.copied[1:].mean()) / self.stats.steps / self.kv_heads
+
+    def settings(self) -> dict[str, Any]:
+        """What a row says of it."""
+        stats = self.stats
+        found = {
+            "misses": round(self.misses, 2),
+            "hit_rate": None if stats.hit_rate is None else round(stats.hit_rate, 4),
+            "copied_mib": round(stats.bytes_copied / stats.steps / 2**20, 2),
+            "ms": round(1e3 * self.seconds, 3),
+            "exposed_wait_ms": round(1e3 * (self.seconds - self.resident), 3),
+            "late": f"{stats.late}/{stats.launches}",
+            "host_gap_ms": round(1e3 * (stats.host_gap or 0), 3),
+            "compile_s": round(self.compiling, 1),
+        }
+        if self.compared and self.compared.recall is not None:
+            found["recall"] = round(self.compared.recall, 4)
+        if self.compared and self.compared.wasted_share is not None:
+            found["wasted"] = round(self.compared.wasted_share, 4)
+        return found
+
+
+def measure(model: Decoder, case: Case) -> Measured:
+    """Times the steps of a case, with its misses and without any."""
     config, dtype = model.config, model.embed_tokens.dtype
     state = full_state(config, case, dtype)
     shape = case.shape(config)
@@ -156,31 +215,69 @@ def measure(model: Decoder, case: Case) -> tuple[float, float, float]:
     few = [make() for _ in range(case.pools)]
     pools = tuple(few[index % len(few)] for index in range(config.num_layers))
     start = int(state.lengths[0])
-    choose = lists_with(case.misses, config, shape.max_blocks, start)
+    choose = None if case.misses is None else lists_with(case.misses, config, shape.max_blocks, start)
     graphdef, weights = nnx.split(model)
     sampling = SamplingState.of([SamplingParams(seed=0)] * case.batch)
     none = jnp.full(case.batch, -1, jnp.int32)
     tokens = jnp.zeros(case.batch, jnp.int32)
-    step = state_first(functools.partial(step_and_sample, graphdef, case.plan, choose=choose))
-    began = time.perf_counter()
-    lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
-    program = lowered.compile(compiler_options=GPU_OPTIONS)
-    compiling = time.perf_counter() - began
-    copied: list[Array] = []
+    clock, steps_taken = HostClock(), 0
 
-    def run(steps: int) -> float:
-        nonlocal tokens, state
+    def compiled(plan: DecodePlan) -> Any:
+        step = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
+        lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
+        return lowered.compile(compiler_options=GPU_OPTIONS)
+
+    began = time.perf_counter()
+    program = compiled(case.plan)
+    compiling = time.perf_counter() - began
+
+    def run(steps: int, *, again: bool = False) -> float:
+        """Seconds of a step; ``again``: all of them take the same token, so that nothing is missing but at first."""
+        nonlocal tokens, state, steps_taken
+        first, lengths = tokens, [jnp.copy(state.lengths) for _ in range(steps + 1)]
+        jax.block_until_ready((lengths, state))
+        clock.interrupted()
         began = time.perf_counter()
-        for _ in range(steps):
-            state, tokens, copies = program(weights, state, pools, tokens, none, sampling)
-            copied.append(copies)
+        for step in range(steps):
+            if again:
+                state, tokens = dataclasses.replace(state, lengths=lengths[step]), first
+            clock.launching()
+            state, tokens, _ = program(weights, state, pools, tokens, none, sampling)
+            clock.launched(tokens)
         jax.block_until_ready((tokens, state))
-        return (time.perf_counter() - began) / steps
+        seconds = (time.perf_counter() - began) / steps
+        steps_taken += steps
+        if again:
+            state, tokens = dataclasses.replace(state, lengths=lengths[steps]), first
+        return seconds
+
+    def stats() -> DecodeStats:
+        slots = state.layers[0].slots
+        record = slots.nbytes // slots.shape[0]
+        return DecodeStats.read(state.counts, record_bytes=record, steps=steps_taken, clock=clock)
 
     run(WARMUP)
-    copied.clear()
+    before = stats()
     seconds = statistics.median(run(STEPS) for _ in range(SAMPLES))
-    return seconds, compiling, float(np.mean([np.asarray(copies)[1:] for copies in copied]))
+    timed = stats().since(before)
+    run(WARMUP, again=True)
+    before = stats()
+    resident = statistics.median(run(STEPS, again=True) for _ in range(SAMPLES))
+    if missed := stats().since(before).copied.sum():
+        raise RuntimeError(f"{missed} records were copied in steps that were to miss nothing")
+    compared = None
+    if choose is None:
+        before, program = stats(), compiled(dataclasses.replace(case.plan, compares=True))
+        run(WARMUP)
+        compared = stats().since(before)
+    return Measured(
+        seconds=seconds,
+        resident=resident,
+        compiling=compiling,
+        stats=timed,
+        compared=compared,
+        kv_heads=config.num_kv_heads,
+    )
 
 
 def decode(
@@ -188,7 +285,9 @@ def decode(
     way: Annotated[str, typer.Option(help=f"Ways to decode, separated by '/': {'/'.join(WAYS)}.")] = "sparda/sparse",
     batch: Annotated[str, typer.Option(help="Numbers of sequences, comma-separated.")] = "4,16",
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = CONTEXT,
-    misses: Annotated[str, typer.Option(help="Missing blocks per KV head, layer and step, comma-separated.")] = "10",
+    misses: Annotated[
+        str, typer.Option(help="Missing blocks per KV head, layer and step, comma-separated; or: natural.")
+    ] = "10",
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
@@ -204,26 +303,24 @@ def decode(
     rows: list[Row] = []
     for name in way.split("/"):
         for size in map(int, batch.split(",")):
-            for count in map(int, misses.split(",")):
+            for count in (None if text == "natural" else int(text) for text in misses.split(",")):
                 case = Case(way=name, batch=size, context=context, misses=count)
-                seconds, compiling, missed = measure(model, case)
-                hbm, copies = floors(config, case)
-                key = (size, count)
+                measured = measure(model, case)
+                hbm, copies = floors(config, dataclasses.replace(case, misses=measured.misses))
+                key = (size, count or 0)
                 rows.append(
                     Row(
                         name=name,
                         backend="auto",
                         settings={
                             "batch": size,
-                            "misses": round(missed, 2),
                             "context": context,
                             "layers": config.num_layers,
-                            "ms": round(1e3 * seconds, 3),
                             "floor_hbm_ms": round(1e3 * hbm, 3),
                             "floor_copy_ms": round(1e3 * copies, 3),
-                            "compile_s": round(compiling, 1),
-                        },
-                        value=size / seconds,
+                        }
+                        | measured.settings(),
+                        value=size / measured.seconds,
                         unit="tokens/s",
                         floor=size / max(hbm, copies),
                         reference=REFERENCE.get(name, {}).get(key) if whole else None,
