@@ -23,6 +23,7 @@ def test_steps_miss_what_is_asked_for(way: str) -> None:
     assert found.stats.hit_rate == pytest.approx(1 - found.misses / width)
     assert found.stats.steps == bench.SAMPLES * bench.STEPS
     assert found.stats.launches == bench.SAMPLES * (bench.STEPS - 1)
+    assert found.resident is not None
     assert found.settings()["exposed_wait_ms"] == round(1e3 * (found.seconds - found.resident), 3)
     assert min(found.seconds, found.resident, found.compiling) > 0
     assert found.compared is None

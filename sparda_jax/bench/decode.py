@@ -19,7 +19,7 @@ from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYT
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
-from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
+from sparda_jax.decode import DecodePlan, Fetch
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
@@ -165,15 +165,15 @@ class Measured:
 
     Attributes:
         seconds: of a step.
-        resident: of a step of the same program that finds everything in the slots.
+        resident: of a step of the same program that finds everything in the slots; None where layers are streamed.
         compiling: seconds of compiling the step.
         stats: counts of the timed steps, and their launches.
-        compared: of other steps, with each layer's own selection; None where the lists are set.
+        compared: of other steps, with each layer's own selection; None where the lists are set, or hold everything.
         kv_heads: of a layer.
     """
 
     seconds: float
-    resident: float
+    resident: float | None
     compiling: float
     stats: DecodeStats
     compared: DecodeStats | None
@@ -192,7 +192,7 @@ class Measured:
             "hit_rate": None if stats.hit_rate is None else round(stats.hit_rate, 4),
             "copied_mib": round(stats.bytes_copied / stats.steps / 2**20, 2),
             "ms": round(1e3 * self.seconds, 3),
-            "exposed_wait_ms": round(1e3 * (self.seconds - self.resident), 3),
+            "exposed_wait_ms": None if self.resident is None else round(1e3 * (self.seconds - self.resident), 3),
             "late": f"{stats.late}/{stats.launches}",
             "host_gap_ms": round(1e3 * (stats.host_gap or 0), 3),
             "compile_s": round(self.compiling, 1),
@@ -225,7 +225,7 @@ def measure(model: Decoder, case: Case) -> Measured:
     def compiled(plan: DecodePlan) -> Any:
         step = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
         lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
-        return lowered.compile(compiler_options=GPU_OPTIONS)
+        return lowered.compile(compiler_options=plan.compiler_options)
 
     began = time.perf_counter()
     program = compiled(case.plan)
@@ -260,13 +260,14 @@ def measure(model: Decoder, case: Case) -> Measured:
     before = stats()
     seconds = statistics.median(run(STEPS) for _ in range(SAMPLES))
     timed = stats().since(before)
-    run(WARMUP, again=True)
-    before = stats()
-    resident = statistics.median(run(STEPS, again=True) for _ in range(SAMPLES))
-    if missed := stats().since(before).copied.sum():
-        raise RuntimeError(f"{missed} records were copied in steps that were to miss nothing")
-    compared = None
-    if choose is None:
+    resident, compared = None, None
+    if case.plan.fetch is not Fetch.STREAM:
+        run(WARMUP, again=True)
+        before = stats()
+        resident = statistics.median(run(STEPS, again=True) for _ in range(SAMPLES))
+        if missed := stats().since(before).copied.sum():
+            raise RuntimeError(f"{missed} records were copied in steps that were to miss nothing")
+    if choose is None and case.plan.mode is not Mode.DENSE:
         before, program = stats(), compiled(dataclasses.replace(case.plan, compares=True))
         run(WARMUP)
         compared = stats().since(before)
