@@ -42,6 +42,14 @@ def test_natural_misses_are_those_of_the_selection() -> None:
     assert found.settings()["recall"] < 0.5 < found.settings()["wasted"] <= 1
 
 
+def test_dense_steps_miss_all_but_the_tail() -> None:
+    found = bench.measure(toy("deep").decoder, bench.Case(way="dense", batch=2, context=64 * 20, misses=2))
+    assert found.misses == 19
+    assert found.stats.hit_rate == pytest.approx(1 / 20)
+    assert found.stats.steps == bench.SAMPLES * bench.STREAMED_STEPS
+    assert found.resident is found.compared is found.settings()["exposed_wait_ms"] is None
+
+
 def test_lists_are_ascending_and_hold_the_forced_blocks() -> None:
     config = toy("deep").config
     sparse = toy("deep").decoder.config.sparse
@@ -67,10 +75,18 @@ def test_floors_of_the_8b_shape() -> None:
     assert copies == pytest.approx(31 * 16 * 2 * 10 * 32768 / 54e9)
 
 
+def test_floors_of_dense_are_whole_layers() -> None:
+    case = bench.Case(way="dense", batch=4, context=131072, misses=2047)
+    hbm, copies = bench.floors(bench.SHAPES["minicpm4.1-8b"], case)
+    assert hbm == pytest.approx((15.83e9 + 32 * 4 * 2 * 2048 * 32768) / 4.3e12, rel=0.005)
+    assert copies == pytest.approx(31 * 4 * 2 * 2047 * 32768 / 54e9)
+
+
 def test_ways_are_what_they_are_called() -> None:
     assert {name: fetch for name, (_, fetch) in bench.WAYS.items()} == {
         "sparda": Fetch.AHEAD,
         "sparda, in turn": Fetch.IN_TURN,
         "sparse": Fetch.IN_TURN,
         "infinigen": Fetch.AHEAD,
+        "dense": Fetch.STREAM,
     }
