@@ -44,8 +44,8 @@ SHAPE = CacheShape(lanes=LANES, max_blocks=512, num_blocks=LANES * 512, slots_pe
 
 
 @functools.cache
-def compiled(mode: Mode, fetch: Fetch) -> Compiled:
-    plan = DecodePlan(mode=mode, fetch=fetch)
+def compiled(mode: Mode, fetch: Fetch, *, compares: bool = False) -> Compiled:
+    plan = DecodePlan(mode=mode, fetch=fetch, compares=compares)
     graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
     channels = mode.partial_channels(CONFIG)
     state = jax.eval_shape(lambda: empty_state(CONFIG, SHAPE, jnp.bfloat16, partial_channels=channels))
@@ -80,6 +80,16 @@ def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
     assert stats.host_temp_size_in_bytes == 0
     assert stats.host_output_size_in_bytes == 0
     assert [kernel for kernel in program.kernels if kernel.spilled] == []
+
+
+@pytest.mark.slow
+def test_a_sampled_step_is_one_graph_in_place() -> None:
+    """The selections of the layers' own queries, beside those that are attended to."""
+    program = compiled(Mode.SPARDA, Fetch.AHEAD, compares=True)
+    assert program.launches == ["kCommandBuffer"]
+    assert program.copies(1 << 12) == []
+    assert len(program.copies(1)) < LAYERS
+    assert program.memory_stats.temp_size_in_bytes < 8 << 20, "a group's scores are more than a Forecast's"
 
 
 @pytest.mark.parametrize("mode", [Mode.SPARDA, Mode.INFINIGEN])
