@@ -179,23 +179,26 @@ def decode_step(
     for index, module in enumerate(model.layers):
         projections = module.project(x, step.cos, step.sin)
         k, v, q = projections.k[:, 0], projections.v[:, 0], group_heads(projections.q, config)[:, 0]
-        layer = finish_window(ahead.layer if ahead else layers[index], k, position, step.block_table, config.sparse)
-        # The window is read from the slots before the token is written to them; else XLA would keep a copy of them.
-        k, pages = jax.lax.optimization_barrier((k, layer.pages))
-        layer = dataclasses.replace(layer, pages=pages)
+        looked_ahead = ahead is not None
         if ahead:
-            ready = dataclasses.replace(ahead, layer=layer)
+            ready, ahead = ahead, None
         else:
+            k, layer = _finish_window(step, layers[index], k)
             queries = _queries(step, module, projections, previous)
             ready = _prepare(step, index, layer, pools[index], queries, position + 1)
-        ahead = None
         if plan.fetch is Fetch.AHEAD and index + 1 < config.num_layers:
             # The keys of layer l + 1 are still those before this token; the blocks that it could change are always
             # selected (docs/semantics.md section 5.4).
             queries = _ahead(step, model.layers[index + 1], projections)
             ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position)
-            # Tie 2: the layer's attention waits for the plan (which is never negative), so the fetch is issued first.
-            q = jnp.where(ahead.copy_plan[0] < 0, 0, q)
+            # Tie 2: XLA orders the layer's attention behind the plan; the other way round the plan would get temporary
+            # buffers of the layer's, and wait for it.
+            q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
+            ahead = dataclasses.replace(ahead, copy_plan=copy_plan)
+        if looked_ahead:
+            # Only here does the layer wait for its fetch, which the layer's own products have run beside, too.
+            k, layer = _finish_window(step, ready.layer, k)
+            ready = dataclasses.replace(ready, layer=layer)
         if plan.compares:
             compared.append(_compare(step, ready, q))
         layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
@@ -210,10 +213,6 @@ def decode_step(
         copies.append(_written(step, missed) if plan.streams(index) else missed)
         attended.append(listed)
         x = module.finish(x, out.reshape(projections.q.shape))
-        if ahead:
-            # Tie 3: the layer's output and the fetched slots leave together.
-            x, slots = jax.lax.optimization_barrier((x, ahead.layer.slots))
-            ahead = dataclasses.replace(ahead, layer=dataclasses.replace(ahead.layer, slots=slots))
     copied = jnp.stack(copies)
     # All layers at once: two kernels, and not one a layer.
     read = jnp.sum(jnp.stack(attended) >= 0, axis=(2, 3), dtype=jnp.int32)
@@ -224,6 +223,16 @@ def decode_step(
         state, layers=tuple(layers), block_table=step.block_table, lengths=state.lengths + state.live, counts=counts
     )
     return x[:, 0], new_state, copied
+
+
+def _finish_window(
+    step: _Step, layer: LayerState, k: Float[Array, "batch kv_heads head_dim"]
+) -> tuple[Float[Array, "batch kv_heads head_dim"], LayerState]:
+    """The cache with the compressed key that the new token may complete, and the token's key to go on with."""
+    layer = finish_window(layer, k, step.position, step.block_table, step.config.sparse)
+    # The window is read from the slots before the token is written to them; else XLA would keep a copy of them.
+    k, pages = jax.lax.optimization_barrier((k, layer.pages))
+    return k, dataclasses.replace(layer, pages=pages)
 
 
 def _begin(

@@ -4,10 +4,10 @@ Mosaic has neither prefix sums nor gathers, and few blocks are missing in a step
 up in come to shared memory through TMA, and one loop over the wanted blocks and one walk of the hand do the rest.
 Results go straight to global memory: a store needs no waiting.
 
-All threads of a CTA run the same scalar program, at their own pace. That is safe since nothing that is read is ever
-changed: the walk reads each slot once, before its own changes to it. Slots that get their second chance are listed on
-the way, and if the whole circle was not enough, the rest of the victims are the first of that list, which is what a
-second circle would find. The one exception is the mark on a wanted block's entry, which leaves the entry readable.
+All threads of a CTA run the same scalar program, at their own pace, and store the same values. Barriers stand between
+what is read and what changes it in shared memory; in global memory nothing that is read is ever changed: the walk reads
+each slot once, before its own changes to it. Slots that get their second chance are listed on the way, and if the whole
+circle was not enough, the rest of the victims are the first of that list, which is what a second circle would find.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def plan_residency(
     rows = -(-blocks // _BOX)
     shared = (
         plgpu.SMEM((width,), jnp.int32),
-        plgpu.SMEM((blocks,), jnp.int32),
+        plgpu.SMEM((blocks + _ALIGNED,), jnp.int32),
         plgpu.SMEM((blocks,), jnp.int32),
         plgpu.SMEM((chunk,), jnp.int32),
         plgpu.SMEM((chunk,), jnp.int32),
@@ -118,7 +118,9 @@ def _plan_body(
     def look_up(turn, needed):
         first = turn * _UNROLL
         some = [wanted[first + i] for i in range(_UNROLL)]
-        entries = [slot_of[jnp.maximum(block, 0)] for block in some]
+        # What lies behind the blocks is never marked, and what is read there never used.
+        entries = [slot_of[jnp.where(block >= 0, block, blocks)] for block in some]
+        plgpu.commit_smem()
         for i, (block, entry) in enumerate(zip(some, entries, strict=True)):
             real = block >= 0
             slot = jnp.where(real & (entry >= 0), entry & (_WANTED - 1), -1)
@@ -220,6 +222,7 @@ def _plan_body(
         slot = chance_slots[i]
         return slot, place(found + i, slot, chance_blocks[i], copies)
 
+    plgpu.commit_smem()
     last, copies = lax.fori_loop(zero, jnp.minimum(needed - found, chances), take_chance, (last, copies))
     plan[lane * kv_heads + head] = copies
 

@@ -137,9 +137,8 @@ def lists_with(misses: float, config: ModelConfig, blocks: int, start: int) -> A
         chosen = jnp.where(place < sparse.init_blocks + free, window, local)
         chosen = jnp.where(place < sparse.init_blocks, place, chosen)
         chosen = jnp.where(place < sparse.num_selected_blocks, chosen, -1)
-        # The selection is not dropped: these lists wait for it.
-        chosen, _ = jax.lax.optimization_barrier((chosen.astype(jnp.int32), blocks))
-        return chosen
+        # Without a use of its result XLA would drop the selection. No block is below -1.
+        return jnp.where(blocks < -1, blocks, chosen.astype(jnp.int32))
 
     return choose
 
