@@ -12,6 +12,7 @@ from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.tokenizer import TokenizerError
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.processes import is_first, join
 from sparda_jax.train.run import RunFiles, run
 
 PROGRAMS = "programs"
@@ -62,10 +63,23 @@ def train(
         int | None, typer.Option(help="Go on from this step; checkpoints of later ones are removed.")
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for tokenised text. Without: in --out.")] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="Of a run of several processes: host:port where the first one listens.")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(help="With --coordinator; without: what Slurm or MPI says.")
+    ] = None,
+    process_id: Annotated[
+        int | None, typer.Option(help="This process, from 0; without: what Slurm or MPI says.")
+    ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="At the end, draw curves.png (needs matplotlib).")] = False,
 ) -> None:
-    """Train the Forecast of a frozen model on text, on all devices that JAX sees."""
+    """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator."""
     try:
+        if coordinator is not None:
+            join(coordinator, num_processes, process_id)
+        elif num_processes is not None or process_id is not None:
+            raise TrainingError("--num-processes and --process-id need --coordinator HOST:PORT")
         _keep_programs(out / PROGRAMS)
         config = TrainConfig(
             seq_len=ModelConfig.from_pretrained(model).max_position_embeddings if seq_len is None else seq_len,
@@ -97,7 +111,7 @@ def train(
             print_every=print_every,
             plot=plot,
         )
-        run(config, files, Console())
+        run(config, files, Console(quiet=not is_first()))
     except (TrainingError, CheckpointError, ConfigError, TokenizerError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

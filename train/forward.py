@@ -98,11 +98,11 @@ class ForwardPass:
     ) -> None:
         self.config, self.mesh = model.config, mesh
         self._everywhere, self._by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P(DATA))
-        self._table = jax.device_put(model.embed_tokens[...], self._everywhere)
+        self._table = self.everywhere(model.embed_tokens[...])
         self._layers: list[tuple[nnx.GraphDef, Any]] = []
         for layer in model.layers:
             graphdef, weights = nnx.split(layer)
-            self._layers.append((graphdef, jax.device_put(weights, self._everywhere)))
+            self._layers.append((graphdef, self.everywhere(weights)))
         self._numbers = [self.everywhere(np.int32(number)) for number in range(len(self._layers))]
         self._loss_tiles = {"chunk": query_chunk, "key_tile": key_tile}
         self._attention_tiles = {"chunk": attention_chunk, "key_tile": attention_tile}
@@ -135,8 +135,16 @@ class ForwardPass:
         return Rows(tokens=move(batch.tokens), positions=move(batch.positions), valid=move(batch.segments > 0))
 
     def everywhere(self, values: Any) -> Any:
-        """Arrays as every device needs them."""
-        return jax.device_put(values, self._everywhere)
+        """Arrays as every device needs them; each process has to give the same."""
+        if self._everywhere.is_fully_addressable:
+            return jax.device_put(values, self._everywhere)
+
+        def spread(value: Any) -> jax.Array:
+            if isinstance(value, jax.Array) and value.sharding == self._everywhere:
+                return value
+            return jax.make_array_from_process_local_data(self._everywhere, np.asarray(value))
+
+        return jax.tree.map(spread, values)
 
     def learn(
         self,

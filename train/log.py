@@ -87,6 +87,21 @@ class RunLog:
             )
 
 
+class SilentLog:
+    """In place of `RunLog` in the processes that do not write."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def begin(self, step: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def __call__(self, record: Record) -> None: ...
+
+
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Names and numbers for TensorBoard."""
     for name, value in record.items():

@@ -28,8 +28,9 @@ from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batc
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import check_export, export, fresh_weights, read_weights
 from sparda_jax.train.forward import DATA, ForwardPass
-from sparda_jax.train.log import RunLog
+from sparda_jax.train.log import RunLog, SilentLog
 from sparda_jax.train.packing import shortest_document
+from sparda_jax.train.processes import agreed, first_before_others, is_first, own_rows
 from sparda_jax.train.state import TrainState
 from sparda_jax.train.trainer import Trainer
 
@@ -86,7 +87,7 @@ class RunData:
 
 
 def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
-    """Trains on all devices that JAX sees, until the configured step or until SIGTERM or Ctrl-C.
+    """Trains on all devices of all processes, until the configured step or until SIGTERM or Ctrl-C.
 
     Raises:
         TrainingError, CheckpointError, ConfigError, TokenizerError, OSError: the message says why, and nothing that was
@@ -103,12 +104,13 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     del base  # its arrays are on the mesh now
     with (
         Checkpoints(files.out / CHECKPOINTS, keep=config.keep, identity=identity) as checkpoints,
-        RunLog(files.out, steps=config.steps, console=console, print_every=files.print_every) as log,
+        _open_log(config, files, console) as log,
         _stop_on_signal(console) as should_stop,
     ):
-        trainer = Trainer(config, forward, data.train, data.validation, report=log, should_stop=should_stop)
+        trainer = Trainer(config, forward, data.train, data.validation, report=log, should_stop=agreed(should_stop))
         state = _first_state(config, files, trainer, forward.config, checkpoints)
-        _record_config(config, files)
+        if is_first():
+            _record_config(config, files)
         log.begin(int(state.step))
         state = trainer.run(state, checkpoints)
         log.end()
@@ -149,20 +151,22 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
             batch_rows=config.micro_batch_size,
             max_rows=config.validation_rows,
         )
+    found = sum(int((batch.segments[:, 0] > 0).sum()) for batch in batches)
     pieces = rows.packing.pieces
     console.print(
         f"{len(corpus.lengths)} documents, {corpus.tokens.size:,} tokens: {rows.packing.num_rows:,} rows of "
         f"{config.seq_len}, {rows.filled:.0%} full; {pieces.dropped_tokens:,} tokens in pieces of less than {shortest} "
-        f"left out; validation documents: {sum((batch.segments[:, 0] > 0).sum() for batch in batches)}"
+        f"left out; validation documents: {found}"
     )
     held_out = hashlib.sha256(f"{corpus.fingerprint} {checked.fingerprint} {documents.tolist()}".encode())
-    return RunData(train=rows, validation=batches, fingerprint=held_out.hexdigest()[:16])
+    shares = [own_rows(batch) for batch in batches]
+    return RunData(train=rows, validation=shares, fingerprint=held_out.hexdigest()[:16])
 
 
 def _tokenise(paths: Sequence[Path], files: RunFiles, console: Console) -> Corpus:
     cache = files.cache or files.out / TOKENS
     columns = (TextColumn("tokenise"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with first_before_others("tokens"), Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("")
         return load_corpus(
             paths, files.model, cache, progress=lambda done, total: bar.update(task, completed=done, total=total)
@@ -203,10 +207,18 @@ def _finish(
         if best is not None and best != step:
             state = checkpoints.restore(best, state)
         weights, base = np.asarray(state.weights), describe_path(files.model)
+        if not is_first():
+            return
         export(target, weights, model, step=int(state.step), base=base, overwrite=files.overwrite)
         console.print(f"{target}: the Forecast of step {int(state.step)}")
-    if files.plot:
+    if files.plot and is_first():
         draw_curves(files.out, files.out / CURVES)
+
+
+def _open_log(config: TrainConfig, files: RunFiles, console: Console) -> RunLog | SilentLog:
+    if not is_first():
+        return SilentLog()
+    return RunLog(files.out, steps=config.steps, console=console, print_every=files.print_every)
 
 
 def _record_config(config: TrainConfig, files: RunFiles) -> None:
