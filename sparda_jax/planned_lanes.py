@@ -1,6 +1,7 @@
 """Decode lanes of the size that ``python -m sparda_jax.plan`` finds, refused by the same sentences where none fits."""
 
 from sparda_jax.budget import Demand
+from sparda_jax.config import ConfigError
 from sparda_jax.decode import DecodePlan, Fetch
 from sparda_jax.fit import shape_for
 from sparda_jax.forward import Skew
@@ -57,8 +58,10 @@ def planned_lanes(
 
     Raises:
         ConfigError: it does not fit: a sentence for each memory that is too small, with the bytes and the flags that
-            help (`check_fits`); or `DecodeLanes` refuses it.
+            help (`check_fits`); or it streams whole layers; or `DecodeLanes` refuses it.
     """
+    if fetch is Fetch.STREAM:  # its two buffers of a whole layer are not in the plan
+        raise ConfigError(f"fetch={fetch.value} is not planned: give DecodeLanes a CacheShape, or leave fetch out")
     shape = shape_for(demand, read_limits() if limits is None else limits, slots_per_lane)
     if fetch is None:
         fetch = Fetch.AHEAD if demand.mode.looks_ahead else Fetch.IN_TURN

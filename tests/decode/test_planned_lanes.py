@@ -94,6 +94,8 @@ def test_what_does_not_fit_is_refused_with_memory_bytes_and_flag(monkeypatch: py
             planned_lanes(MODEL, demand(), limits=machine, slots_per_lane=slots)
     with pytest.raises(ConfigError, match=r"^--slots 5 cannot hold the 6 blocks .*use 6 or more"):
         planned_lanes(MODEL, demand(), limits=limits(None), slots_per_lane=5)
+    with pytest.raises(ConfigError, match="fetch=stream is not planned"):
+        planned_lanes(MODEL, demand(Mode.DENSE), limits=limits(None), fetch=Fetch.STREAM)
     with pytest.raises(ConfigError, match=re.escape("--host-pool-gib") + r" .* holds 47 blocks, .* has 48: give 0.0"):
         demand(host_pool=47 * demand().block_bytes)
 
