@@ -11,7 +11,7 @@ from sparda_jax.bench import decode as bench
 from sparda_jax.decode import Fetch
 from tests.core.support import toy
 
-CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2, spare_slots=2)
+CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2)
 
 
 @pytest.mark.parametrize("way", ["sparda", "sparse", "infinigen"])
@@ -90,3 +90,9 @@ def test_ways_are_what_they_are_called() -> None:
         "infinigen": Fetch.AHEAD,
         "dense": Fetch.STREAM,
     }
+
+
+def test_with_a_slot_for_every_block_nothing_is_fetched() -> None:
+    found = bench.measure(toy("deep").decoder, dataclasses.replace(CASE, misses=None, slots=180))
+    assert found.misses == found.stats.copied.sum() == 0
+    assert found.stats.hit_rate == 1

@@ -17,10 +17,13 @@ from rich.console import Console
 
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
 from sparda_jax.bench._report import Row, print_rows, write_json
+from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
 from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
+from sparda_jax.machine import read_limits
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
@@ -42,7 +45,7 @@ REFERENCE = {
     "sparse": {(4, 10): 135, (4, 20): 162, (16, 10): 484, (16, 20): 468},
 }
 TARGET = {"sparda": {(4, 10): 700, (16, 10): 1900}, "sparse": {(16, 10): 1100}}
-CONTEXT = 131072
+CONTEXT, SPARE_SLOTS = 131072, 32
 STEPS, SAMPLES, WARMUP = 16, 3, 4
 """All steps stay within one block, so that none ends with a write-back."""
 STREAMED_STEPS = 2
@@ -68,7 +71,7 @@ class Case:
         context: tokens of a lane.
         misses: blocks that a KV head of a layer lacks in a step; None: as many as it happens to. Dense
             misses all but the tail whatever this says.
-        spare_slots: slots of a lane besides those that it must have.
+        slots: of a lane; None: those that it must have and `SPARE_SLOTS`.
         pools: how many different pools the layers read, since making them takes about a second per GiB.
     """
 
@@ -76,7 +79,7 @@ class Case:
     batch: int
     context: int
     misses: float | None
-    spare_slots: int = 32
+    slots: int | None = None
     pools: int = 2
 
     @property
@@ -96,7 +99,7 @@ class Case:
 
     def shape(self, config: ModelConfig) -> CacheShape:
         blocks = -(-self.context // config.sparse.block_size)
-        slots = self.plan.min_slots(config, blocks) + self.spare_slots
+        slots = self.slots or self.plan.min_slots(config, blocks) + SPARE_SLOTS
         return CacheShape(lanes=self.batch, max_blocks=blocks, num_blocks=self.batch * blocks, slots_per_lane=slots)
 
 
@@ -299,6 +302,23 @@ def measure(model: Decoder, case: Case) -> Measured:
     )
 
 
+def _slots(text: str, config: ModelConfig, case: Case) -> int | None:
+    """What ``--slots`` says for a case."""
+    if text == "least":
+        return None
+    if text != "auto":
+        return int(text)
+    demand = Demand(
+        config=config,
+        dtype=jnp.dtype(jnp.bfloat16),
+        mode=case.plan.mode,
+        has_forecast=True,
+        max_model_len=case.context,
+        batch=case.batch,
+    )
+    return auto_slots(demand, read_limits())
+
+
 def decode(
     shape: Annotated[str, typer.Option(help=f"Model geometry: {', '.join(SHAPES)}.")] = "minicpm4.1-8b",
     way: Annotated[str, typer.Option(help=f"Ways to decode, separated by '/': {'/'.join(WAYS)}.")] = "sparda/sparse",
@@ -307,6 +327,9 @@ def decode(
     misses: Annotated[
         str, typer.Option(help="Missing blocks per KV head, layer and step, comma-separated; or: natural.")
     ] = "10",
+    slots: Annotated[
+        str, typer.Option(help="HBM slots of a lane per layer and KV head; auto: as many as fit; least: few to spare.")
+    ] = "least",
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
@@ -324,6 +347,7 @@ def decode(
         for size in map(int, batch.split(",")):
             for count in (None if text == "natural" else int(text) for text in misses.split(",")):
                 case = Case(way=name, batch=size, context=context, misses=count)
+                case = dataclasses.replace(case, slots=_slots(slots, config, case))
                 if case.streams and rows and (rows[-1].name, rows[-1].settings["batch"]) == (name, size):
                     continue  # dense misses the same whatever is asked for
                 measured = measure(model, case)
@@ -337,6 +361,7 @@ def decode(
                             "batch": size,
                             "context": context,
                             "layers": config.num_layers,
+                            "slots": case.shape(config).slots_per_lane,
                             "floor_hbm_ms": round(1e3 * hbm, 3),
                             "floor_copy_ms": round(1e3 * copies, 3),
                         }
