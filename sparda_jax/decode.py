@@ -4,8 +4,9 @@ The order of a layer is that of docs/semantics.md sections 4 and 5: in a mode th
 blocks of layer l + 1 as soon as its own projections are there, and the records that layer l + 1 lacks travel while
 layer l attends and runs its MLP. Every other mode fetches for the layer it is in, and waits.
 
-What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTIONS` and three ties, marked below
-(docs/performance.md, "Overlap").
+What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTIONS` and the two ties marked below
+(docs/performance.md, "Overlap"). The fetch has until the next layer attends, so it may run beside that layer's own
+products, too.
 """
 
 import dataclasses
