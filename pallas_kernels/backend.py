@@ -38,11 +38,6 @@ class Target:
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
 """A mesh that makes an H200 the target: for compiling without one and for the Mosaic interpreter."""
 
-_INTERPRETED_H200 = AbstractMesh(
-    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200, interpreted", platform="gpu", num_cores=132)
-)
-"""The target of `mosaic_interpreter`: what is traced for it is never taken for a real H200, nor the other way round."""
-
 # The fastest backend of each operation on an H200 (docs/performance.md); an operation that is not named has no kernels.
 MEASURED_BEST = {
     "block_selection": Backend.TRITON,
@@ -107,7 +102,7 @@ def choose_backend(
 
 def interpreting() -> bool:
     """Whether kernels traced here have to be interpreted: ``pl.pallas_call(..., interpret=interpreting())``."""
-    return target().platform != "gpu" or get_abstract_mesh() == _INTERPRETED_H200
+    return target().platform != "gpu"
 
 
 @contextlib.contextmanager
@@ -119,12 +114,5 @@ def mosaic_interpreter() -> Iterator[None]:
     if not interpreting():
         yield
         return
-    with use_abstract_mesh(_INTERPRETED_H200), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
-
-
-@contextlib.contextmanager
-def outside_mosaic_interpreter() -> Iterator[None]:
-    """Around a Triton-lowered kernel that a Mosaic kernel's function calls: Mosaic's interpreter would take it, too."""
-    with plgpu.force_gpu_interpret_mode(None):  # pyright: ignore[reportArgumentType]
+    with use_abstract_mesh(H200), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield

@@ -21,9 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
-from sparda_jax.pallas_kernels.sparse_attention.combine import LOWEST, add_results, power_of_two
-
 _BLOCK = 64
+# Less than any logit and finite: the difference of two peaks is never NaN.
+_LOWEST = -1e30
+# How many partial results of a list the second kernel holds in registers.
+_AT_ONCE = 16
 _ROW_SUMS = plgpu.Layout.WGMMA.reduce(0)
 # 128-byte rows of 8 x 64 tiles, as wgmma reads 16-bit operands.
 _SWIZZLED = (
@@ -117,9 +119,16 @@ def slot_attention(
         compiler_params=_PARAMS,
         kernel_name="slot_attention_parts",
     )(q, slots, slot_ids, lengths)
-    return add_results(
-        sums, peaks, totals, slot_ids, group=group, positions=split.positions, run=split.left, dtype=q.dtype
-    )
+    out = plgpu.kernel(
+        functools.partial(_add_parts, split=split),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(batch, kv_heads, head_dim // 64, rows // 8),
+        grid_names=("lane", "head", "columns", "queries"),
+        scratch_types=[plgpu.SMEM((8, 64), jnp.bfloat16, transforms=_SWIZZLED)],
+        compiler_params=_PARAMS,
+        kernel_name="slot_attention_combine",
+    )(sums, peaks, totals, slot_ids)
+    return out[:, :, :group]
 
 
 def _sum_parts(
@@ -196,10 +205,10 @@ def _sum_parts(
 
         logits = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((_BLOCK, rows), jnp.float32))
         row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK, rows), 0, layout=wgmma)
-        logits = jnp.where(row < stored, logits * scale, LOWEST)
+        logits = jnp.where(row < stored, logits * scale, _LOWEST)
         new_peak = jnp.maximum(peak, jnp.round(logits.max(axis=0)))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
-        shrink = power_of_two(peak - new_peak)
+        shrink = _power_of_two(peak - new_peak)
         weights_t = weights_smem.at[lax.rem(position, jnp.int32(2))]
         weights_t.transpose((1, 0))[...] = plgpu.layout_cast(
             weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
@@ -225,12 +234,12 @@ def _sum_parts(
         acc, peak, total = run
         empty = (
             plgpu.layout_cast(jnp.zeros((head_dim, rows), jnp.float32), wgmma),
-            plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _ROW_SUMS),
+            plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _ROW_SUMS),
             plgpu.layout_cast(jnp.zeros((_BLOCK, rows), jnp.float32), wgmma),
         )
         part_sums, part_peak, part_weights = lax.fori_loop(begin, jnp.minimum(begin + part, count), step, empty)
         new_peak = jnp.maximum(peak, part_peak)
-        shrink, weight = power_of_two(peak - new_peak), power_of_two(part_peak - new_peak)
+        shrink, weight = _power_of_two(peak - new_peak), _power_of_two(part_peak - new_peak)
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [1])
         acc += part_sums * lax.broadcast_in_dim(weight, acc.shape, [1])
         return acc, new_peak, total * shrink + part_weights.sum(axis=0) * weight
@@ -242,7 +251,7 @@ def _sum_parts(
         def _() -> None:
             empty = (
                 plgpu.layout_cast(jnp.zeros((head_dim, rows), jnp.float32), wgmma),
-                plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _ROW_SUMS),
+                plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _ROW_SUMS),
                 plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), _ROW_SUMS),
             )
             target = cta * split.results_per_cta + index
@@ -251,3 +260,68 @@ def _sum_parts(
             )
 
     lax.fori_loop(jnp.int32(0), jnp.int32(split.results_per_cta), one_result, None)
+
+
+def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, split: _Split) -> None:
+    """64 columns of 8 queries of one list: its results brought to a common peak, divided by the sum of the weights.
+
+    Run by run, about `_AT_ONCE` results loaded at a time. Zeros for a list without records.
+    """
+    lane, head, columns, queries = (lax.axis_index(name) for name in ("lane", "head", "columns", "queries"))
+    wgmma = plgpu.Layout.WGMMA
+    results = sums.shape[2]
+    runs = -(-results // split.left)
+    runs_at_once = min(runs, max(1, _AT_ONCE // split.left))
+    shape = (64, 8)
+    these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
+
+    def loaded(ref, where: tuple, present: Array, absent: float, layout) -> Array:
+        value = plgpu.load(ref.at[lane, head, *where], layout=layout, optimized=False)
+        return jnp.where(lax.broadcast(present, value.shape), value, absent)
+
+    def load_result(index: Array) -> tuple[Array, Array, Array]:
+        inside = jnp.minimum(index, results - 1)
+        # A result without records was not written.
+        present = (index < results) & (slot_ids[lane, head, inside * split.positions] >= 0)
+        return (
+            loaded(sums, (inside, these_columns, these_queries), present, 0.0, wgmma),
+            loaded(peaks, (inside, these_queries), present, _LOWEST, _ROW_SUMS),
+            loaded(totals, (inside, these_queries), present, 0.0, _ROW_SUMS),
+        )
+
+    def add(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, peak, total = carry
+        first = chunk * (runs_at_once * split.left)
+        chunk_results = [load_result(first + offset) for offset in range(runs_at_once * split.left)]
+        new_peak = functools.reduce(jnp.maximum, [result_peak for _, result_peak, _ in chunk_results], peak)
+        shrink = _power_of_two(peak - new_peak)
+        acc *= lax.broadcast_in_dim(shrink, shape, [1])
+        total *= shrink
+        for begin in range(0, len(chunk_results), split.left):
+            run_sums, run_total = [], []
+            for result_sums, result_peak, result_total in chunk_results[begin : begin + split.left]:
+                weight = _power_of_two(result_peak - new_peak)
+                run_sums.append(result_sums * lax.broadcast_in_dim(weight, shape, [1]))
+                run_total.append(result_total * weight)
+            acc += functools.reduce(jnp.add, run_sums)
+            total += functools.reduce(jnp.add, run_total)
+        return acc, new_peak, total
+
+    init = (
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wgmma),
+        plgpu.layout_cast(jnp.full(shape[1:], _LOWEST, jnp.float32), _ROW_SUMS),
+        plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), _ROW_SUMS),
+    )
+    acc, _, total = lax.fori_loop(jnp.int32(0), jnp.int32(-(-runs // runs_at_once)), add, init)
+    result = acc / lax.broadcast_in_dim(jnp.where(total > 0, total, 1.0), shape, [1])
+    out_smem.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, out.at[lane, head, these_queries, these_columns])
+    # The end of the kernel waits for the writes.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """2^exponent exactly, for whole numbers up to 0; zero below -126."""
+    biased = jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127
+    return lax.bitcast_convert_type(biased * (1 << 23), jnp.float32)

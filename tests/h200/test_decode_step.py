@@ -100,11 +100,11 @@ def test_the_fetch_waits_for_its_plan_only(mode: Mode) -> None:
     node = r"^ +(\d+): (\w+) +\[(?:prev=(\d+)[^|]*|source *)\| (?:next=(\d+)[^\]]*|sink *)\] (\S+)"
     nodes = re.findall(node, program.thunks, re.MULTILINE)
     names = {number: name for number, _, _, _, name in nodes}
-    # Mosaic kernels are custom calls: attention's, which a combination follows, and the fetches.
+    # Mosaic kernels are custom calls: the two of attention, which follow each other, and the fetches.
     fetches = [
         int(after) - int(before)
         for _, kind, before, after, _ in nodes
-        if kind == "kCustomCall" and names[after] != "slot_attention_combine"
+        if kind == "kCustomCall" and names[after] != "kCustomCall"
         if names[before].startswith("plan_residency")
     ]
     assert len(fetches) == LAYERS
