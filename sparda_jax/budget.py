@@ -40,9 +40,11 @@ class Demand:
         max_model_len: tokens of the longest sequence, prompt and answer together.
         batch: decode lanes.
         host_pool: bytes of the host pool; None: every lane at its full length.
+        fetch: when missing records are fetched; None: ahead where the mode can, else in turn. `fit.settle_fetch` makes
+            None to a stream of whole layers where dense needs that.
 
     Raises:
-        ConfigError: a number is too small, or the host pool can't hold one sequence.
+        ConfigError: a number is too small, the host pool can't hold one sequence, or the mode can't fetch so.
     """
 
     config: ModelConfig
@@ -52,8 +54,10 @@ class Demand:
     max_model_len: int
     batch: int
     host_pool: int | None = None
+    fetch: Fetch | None = None
 
     def __post_init__(self) -> None:
+        _ = self.decode_plan  # which refuses what the mode can't do
         for flag, value, least in (("--max-model-len", self.max_model_len, 2), ("--batch", self.batch, 1)):
             if value < least:
                 raise ConfigError(f"{flag} {value} is not allowed: it must be at least {least}")
@@ -88,26 +92,50 @@ class Demand:
         return self.batch * self.max_blocks if self.host_pool is None else self.host_pool // self.block_bytes
 
     @property
+    def decode_plan(self) -> DecodePlan:
+        """The static choices of its steps."""
+        usual = Fetch.AHEAD if self.mode.looks_ahead else Fetch.IN_TURN
+        return DecodePlan(mode=self.mode, fetch=self.fetch or usual, max_len=self.max_model_len)
+
+    @property
+    def streams(self) -> bool:
+        """Whether each step brings whole layers from the host."""
+        return self.fetch is Fetch.STREAM
+
+    @property
     def list_width(self) -> int:
-        """Blocks that one step attends to at most, per lane, layer and KV head: so many slots there must be."""
-        return DecodePlan(mode=self.mode, fetch=Fetch.IN_TURN).list_width(self.config, self.max_blocks)
+        """Blocks that one step attends to at most, per lane, layer and KV head."""
+        return self.decode_plan.list_width(self.config, self.max_blocks)
+
+    @property
+    def min_slots(self) -> int:
+        """Slots of a lane, layer and KV head that a step must have: for its list, or if it streams for a few blocks."""
+        return self.decode_plan.min_slots(self.config, self.max_blocks)
 
     @property
     def least_slots(self) -> int:
-        """Slots of a lane, layer and KV head that a plan begins with."""
-        return min(self.max_blocks, self.list_width + SPARE_SLOTS)
+        """Slots of a lane, layer and KV head that a plan begins with; a stream has no use for more than it needs."""
+        return self.min_slots if self.streams else min(self.max_blocks, self.min_slots + SPARE_SLOTS)
+
+    @property
+    def stream_buffer(self) -> int:
+        """Bytes of one of the two buffers that layers are streamed through: a layer's whole pool array."""
+        return self.num_blocks * self.block_bytes // self.config.num_layers if self.streams else 0
 
     def shape(self, slots_per_lane: int) -> CacheShape:
         """The sizes of the cache.
 
         Raises:
-            ConfigError: the slots can't hold what one step attends to.
+            ConfigError: the slots can't hold what one step reads in them.
         """
-        slots = min(slots_per_lane, self.max_blocks)
-        if slots < self.list_width:
+        slots, least = min(slots_per_lane, self.max_blocks), self.min_slots
+        if slots < least:
+            plan = self.decode_plan
+            beyond = plan.mode is Mode.DENSE and plan.fetch is Fetch.IN_TURN
             raise ConfigError(
-                f"--slots {slots_per_lane} cannot hold the {self.list_width} blocks that a step of "
-                f"mode={self.mode.value} attends to: use {self.list_width} or more"
+                f"--slots {slots_per_lane} cannot hold the {least} blocks that a step of mode={plan.mode.value} with "
+                f"fetch={plan.fetch.value} reads in slots: use {least} or more"
+                + (", or no --slots: then whole layers are streamed where so many do not fit" if beyond else "")
             )
         return CacheShape(
             lanes=self.batch, max_blocks=self.max_blocks, num_blocks=self.num_blocks, slots_per_lane=slots
@@ -175,7 +203,7 @@ def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
         slots_per_lane: HBM slots of a lane per layer and KV head.
 
     Raises:
-        ConfigError: the slots can't hold what one step attends to.
+        ConfigError: the slots can't hold what one step reads in them.
     """
     config, dtype, shape = demand.config, demand.dtype, demand.shape(slots_per_lane)
     channels = demand.mode.partial_channels(config)
@@ -234,9 +262,11 @@ def decode_workspace(demand: Demand) -> int:
     """Temporary arrays of a decode step, as an upper estimate in bytes.
 
     For each lane three float32 arrays over the vocabulary, the partial results of its attention (one for 3 list
-    positions, padded to 16 heads a group), its streams and the MLP's inner arrays.
+    positions, padded to 16 heads a group), its streams and the MLP's inner arrays. Where whole layers are streamed, two
+    of them besides: one is read while the next one comes.
     """
     config, item = demand.config, demand.dtype.itemsize
     partials = 4 * 16 * config.num_kv_heads * -(-demand.list_width // 3) * (config.head_dim + 2)
     streams = item * (4 * config.hidden_size + 3 * config.intermediate_size)
-    return demand.batch * (3 * 4 * config.vocab_size + partials + streams)
+    in_flight = min(2, config.num_layers - 1) * demand.stream_buffer
+    return demand.batch * (3 * 4 * config.vocab_size + partials + streams) + in_flight

@@ -25,7 +25,7 @@ from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
-from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
+from sparda_jax.pallas_kernels.record_copy import CopySettings, fetch_records, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
@@ -70,6 +70,7 @@ class DecodePlan:
         fetch: when missing records are fetched.
         max_len: longest sequence to be served, for the choice of RoPE factors.
         backends: of the kernels.
+        copies: of the kernel that fetches (`calibrate.calibrate_copies` finds them).
         compares: also select with each layer's own query, and count what of it the step attends to and copies.
     """
 
@@ -78,6 +79,7 @@ class DecodePlan:
     max_len: int | None = None
     compares: bool = False
     backends: Backends = dataclasses.field(default_factory=Backends)
+    copies: CopySettings = dataclasses.field(default_factory=CopySettings)
 
     def __post_init__(self) -> None:
         if self.fetch is Fetch.AHEAD and not self.mode.looks_ahead:
@@ -330,7 +332,14 @@ def _prepare(
     layer = dataclasses.replace(layer, residency=residency)
     if not streamed:  # else none of them is missing
         segments = slot_ids.shape[0] * slot_ids.shape[1]
-        slots = fetch_records(copy_plan, pool, layer.slots, segments=segments, backend=backends.record_copy)
+        slots = fetch_records(
+            copy_plan,
+            pool,
+            layer.slots,
+            segments=segments,
+            backend=backends.record_copy,
+            settings=step.plan.copies,
+        )
         layer = dataclasses.replace(layer, slots=slots)
     return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan)
 

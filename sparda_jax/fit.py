@@ -8,7 +8,9 @@ from sparda_jax.budget import Demand, MemoryPlan, plan_memory
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError
+from sparda_jax.decode import Fetch
 from sparda_jax.machine import Limits
+from sparda_jax.selection import Mode
 
 DEVICE_SPARE = 0.05
 """Share of the device's memory that stays unplanned: free pieces that are too small for what is asked for."""
@@ -18,6 +20,26 @@ MAX_BATCH, MAX_BLOCKS = 4096, 16384
 """Where the search for the most that fits ends."""
 # The residency kernel for Hopper takes tables whose rows are multiples of 16 bytes.
 _SLOTS_STEP = 4
+
+
+def settle_fetch(demand: Demand, limits: Limits, slots_per_lane: int | None = None) -> Demand:
+    """The demand with its fetch decided: dense streams whole layers where the device can't hold a slot for every block.
+
+    Unless its two buffers would take more than the slots, as they do if the model has hardly any layers.
+
+    Args:
+        demand: a fetch that it names stays.
+        limits: of the machine.
+        slots_per_lane: slots that somebody asked for; they are kept to, so that nothing is streamed instead.
+    """
+    if demand.fetch is not None:
+        return demand
+    fetch = demand.decode_plan.fetch
+    if demand.mode is Mode.DENSE and slots_per_lane is None:
+        resident, stream = plan_memory(demand, demand.max_blocks), dataclasses.replace(demand, fetch=Fetch.STREAM)
+        if not _device_fits(resident, limits) and plan_memory(stream, stream.least_slots).device < resident.device:
+            return stream
+    return dataclasses.replace(demand, fetch=fetch)
 
 
 def shape_for(demand: Demand, limits: Limits, slots_per_lane: int | None = None) -> CacheShape:
@@ -34,8 +56,10 @@ def shape_for(demand: Demand, limits: Limits, slots_per_lane: int | None = None)
 def auto_slots(demand: Demand, limits: Limits) -> int:
     """As many slots per lane as the device holds, at most everything; ``least_slots`` if not even those fit.
 
-    A device of unknown size is taken to hold everything.
+    A device of unknown size is taken to hold everything. A stream of whole layers gets the few that it reads.
     """
+    if demand.streams:
+        return demand.least_slots
     least, everything = demand.least_slots, demand.max_blocks
     most = _most(least, everything, lambda slots: _device_fits(plan_memory(demand, slots), limits))
     return most if most == everything else max(least, most - most % _SLOTS_STEP)

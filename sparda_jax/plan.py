@@ -25,6 +25,7 @@ from sparda_jax.fit import (
     host_needed,
     largest_batch,
     largest_length,
+    settle_fetch,
     usable_device,
 )
 from sparda_jax.machine import Limits, locked_memory_limit, read_limits
@@ -102,10 +103,20 @@ def _most_rows(plan: MemoryPlan, limits: Limits, slots: int | None) -> Iterator[
     batch, length = largest_batch(demand, limits, slots), largest_length(demand, limits, slots)
     yield f"sequences of {demand.max_model_len} tokens, {least} slots a lane", str(batch)
     yield f"tokens of a sequence at batch {demand.batch}, {least} slots a lane", str(length)
-    if limits.device is not None:
+    if limits.device is not None and not demand.streams:
         found = auto_slots(demand, limits)
         everything = ": everything, nothing is fetched" if found == demand.max_blocks else ""
         yield f"slots a lane at batch {demand.batch} and {demand.max_model_len} tokens{everything}", str(found)
+
+
+def _streaming(plan: MemoryPlan) -> str:
+    """What a demand of every block does where that many slots do not fit."""
+    demand = plan.demand
+    return (
+        f"Slots for all {demand.max_blocks} blocks of a lane do not fit: fetch={demand.decode_plan.fetch.value}, each "
+        f"step brings {gib(plan.host_pool - plan.pool_array)} from the host, layer by layer, through two buffers of "
+        f"{gib(demand.stream_buffer)} among the temporary arrays."
+    )
 
 
 def _environment(plan: MemoryPlan, limits: Limits) -> str:
@@ -163,8 +174,11 @@ def plan(
             host_pool=_bytes(host_pool_gib),
         )
         limits = read_limits(_bytes(device_gib), _bytes(host_gib))
+        demand = settle_fetch(demand, limits, slots)
         made = plan_memory(demand, auto_slots(demand, limits) if slots is None else slots)
         _print(console, "Device memory", _device_rows(made, limits))
+        if demand.streams:
+            console.print(_streaming(made), end="\n\n")
         _print(console, "Host memory", _host_rows(made, limits))
         _print(console, "The most that fits", _most_rows(made, limits, slots))
         console.print(_environment(made, limits))

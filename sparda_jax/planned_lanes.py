@@ -1,17 +1,31 @@
 """Decode lanes of the size that ``python -m sparda_jax.plan`` finds, refused by the same sentences where none fits."""
 
+import dataclasses
+import logging
+
 from sparda_jax.budget import Demand
-from sparda_jax.config import ConfigError
-from sparda_jax.decode import DecodePlan, Fetch
-from sparda_jax.fit import shape_for
+from sparda_jax.calibrate import NO_CALIBRATION, calibrate_copies
+from sparda_jax.decode import Fetch
+from sparda_jax.fit import settle_fetch, shape_for
 from sparda_jax.forward import Skew
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.machine import Limits, read_limits
 from sparda_jax.model import Decoder
+from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.selection import Mode
 
+logger = logging.getLogger(__name__)
 
-def demand_for(model: Decoder, *, mode: Mode, max_model_len: int, batch: int, host_pool: int | None = None) -> Demand:
+
+def demand_for(
+    model: Decoder,
+    *,
+    mode: Mode,
+    max_model_len: int,
+    batch: int,
+    host_pool: int | None = None,
+    fetch: Fetch | None = None,
+) -> Demand:
     """What it takes to decode with a model: its weights as they are, and lanes.
 
     Args:
@@ -20,9 +34,11 @@ def demand_for(model: Decoder, *, mode: Mode, max_model_len: int, batch: int, ho
         max_model_len: tokens of the longest sequence, prompt and answer together.
         batch: decode lanes.
         host_pool: bytes of the host pool (``--host-pool-gib``); None: every lane at its full length.
+        fetch: when missing records are fetched; None: ahead where the mode can, else in turn; but dense streams whole
+            layers where the device can't hold a slot for every block.
 
     Raises:
-        ConfigError: a number is too small, or the host pool can't hold one sequence.
+        ConfigError: a number is too small, the host pool can't hold one sequence, or the mode can't fetch so.
     """
     return Demand(
         config=model.config,
@@ -32,6 +48,7 @@ def demand_for(model: Decoder, *, mode: Mode, max_model_len: int, batch: int, ho
         max_model_len=max_model_len,
         batch=batch,
         host_pool=host_pool,
+        fetch=fetch,
     )
 
 
@@ -39,31 +56,48 @@ def planned_lanes(
     model: Decoder,
     demand: Demand,
     *,
-    fetch: Fetch | None = None,
     slots_per_lane: int | None = None,
     limits: Limits | None = None,
+    copies: CopySettings | None = None,
     skew: Skew | None = None,
     sample_every: int | None = None,
 ) -> DecodeLanes:
     """Makes lanes that fit this machine; checks that before it allocates anything.
 
+    What was chosen goes to the log as one line, and is in the lanes' ``shape`` and ``plan``.
+
     Args:
         model: the weights, on their device.
         demand: of this model, see `demand_for`.
-        fetch: when missing records are fetched; None: ahead where the mode can.
         slots_per_lane: HBM slots of a lane per layer and KV head (``--slots``); None: as many as fit.
         limits: what the lanes have to fit into; None: what this process may use of this machine.
+        copies: settings of the kernel that fetches; None: the fastest, by a short calibration where lanes fetch at all.
         skew: InfiniGen's calibrated basis.
         sample_every: as of `DecodeLanes`.
 
     Raises:
         ConfigError: it does not fit: a sentence for each memory that is too small, with the bytes and the flags that
-            help (`check_fits`); or it streams whole layers; or `DecodeLanes` refuses it.
+            help (`check_fits`); or `DecodeLanes` refuses it.
     """
-    if fetch is Fetch.STREAM:  # its two buffers of a whole layer are not in the plan
-        raise ConfigError(f"fetch={fetch.value} is not planned: give DecodeLanes a CacheShape, or leave fetch out")
-    shape = shape_for(demand, read_limits() if limits is None else limits, slots_per_lane)
-    if fetch is None:
-        fetch = Fetch.AHEAD if demand.mode.looks_ahead else Fetch.IN_TURN
-    plan = DecodePlan(mode=demand.mode, fetch=fetch, max_len=demand.max_model_len)
+    limits = read_limits() if limits is None else limits
+    demand = settle_fetch(demand, limits, slots_per_lane)
+    shape = shape_for(demand, limits, slots_per_lane)
+    plan, how = demand.decode_plan, "as given"
+    if copies is None:
+        config, device = model.config, next(iter(model.embed_tokens.devices()))
+        fetches = not demand.streams and shape.slots_per_lane < shape.max_blocks
+        record = (2 * config.sparse.block_size, config.head_dim)
+        found = calibrate_copies(device, record, demand.dtype) if fetches else NO_CALIBRATION
+        copies, how = found.settings, str(found)
+    logger.info(
+        "decode lanes: %d, each with slots for %d of %d blocks, mode=%s, fetch=%s, CTAs of a copy: %s (%s)",
+        shape.lanes,
+        shape.slots_per_lane,
+        shape.max_blocks,
+        plan.mode.value,
+        plan.fetch.value,
+        copies.ctas or "the kernel's own",
+        how,
+    )
+    plan = dataclasses.replace(plan, copies=copies)
     return DecodeLanes(model, shape, plan, skew, sample_every=sample_every)

@@ -25,6 +25,7 @@ from sparda_jax.fit import (
     host_needed,
     largest_batch,
     largest_length,
+    settle_fetch,
     shape_for,
 )
 from sparda_jax.lanes import DecodeLanes
@@ -58,6 +59,10 @@ def small(mode: Mode, dtype: Any = FLOAT32, **changes: Any) -> Demand:
     config = toy(kind_of(mode)).decoder.config
     demand = Demand(config=config, dtype=dtype, mode=mode, has_forecast=True, max_model_len=1000, batch=3)
     return dataclasses.replace(demand, **changes)
+
+
+DENSE = dataclasses.replace(LARGE, mode=Mode.DENSE, has_forecast=False)
+STREAM = dataclasses.replace(DENSE, fetch=Fetch.STREAM)
 
 
 def nbytes(tree: Any) -> int:
@@ -193,7 +198,8 @@ CASES = [
     (LARGE, 160, limits(132, 60)),
     (dataclasses.replace(LARGE, batch=64), 160, limits(132, 200)),
     (dataclasses.replace(LARGE, batch=64, host_pool=200 * GIB), 200, limits(132, 80)),
-    (dataclasses.replace(LARGE, mode=Mode.DENSE, has_forecast=False), 2048, limits(80, 128)),
+    (DENSE, 2048, limits(80, 128)),
+    (STREAM, 3, limits(30, 128)),
 ]
 
 
@@ -276,6 +282,57 @@ def test_slots_must_hold_a_step() -> None:
             plan(mode, width - 1)
     assert plan(Mode.SPARDA, 99999).shape.slots_per_lane == 2048
     assert dataclasses.replace(LARGE, mode=Mode.DENSE).least_slots == 2048
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_dense_streams_where_its_slots_do_not_fit(batch: int) -> None:
+    """Down to the byte; and never where slots or a fetch were asked for, or the host is what is too small."""
+    demand = dataclasses.replace(DENSE, batch=batch)
+    needed = plan_memory(demand, 2048).device
+    enough = limits(needed / GIB / 0.95 + 1e-6, 8)
+    short = limits(needed / GIB / 0.95 - 1e-6, 8)
+    assert settle_fetch(demand, enough).fetch is settle_fetch(demand, limits(None, 8)).fetch is Fetch.IN_TURN
+    streamed = settle_fetch(demand, short)
+    assert streamed == dataclasses.replace(demand, fetch=Fetch.STREAM)
+    assert auto_slots(streamed, short) == 3
+    assert settle_fetch(demand, short, 2048).fetch is Fetch.IN_TURN
+    assert settle_fetch(dataclasses.replace(demand, fetch=Fetch.IN_TURN), short).fetch is Fetch.IN_TURN
+    assert settle_fetch(dataclasses.replace(demand, fetch=Fetch.STREAM), enough).fetch is Fetch.STREAM
+    for mode, fetch in ((Mode.SPARDA, Fetch.AHEAD), (Mode.SPARSE, Fetch.IN_TURN), (Mode.INFINIGEN, Fetch.AHEAD)):
+        assert settle_fetch(dataclasses.replace(LARGE, mode=mode), limits(1, 8)).fetch is fetch
+
+
+def test_a_stream_takes_two_layers_and_hardly_any_slots() -> None:
+    """The first block of a sequence, its tail and the one before in slots; a layer of 16 whole lanes is 2 GiB."""
+    resident, streamed = plan_memory(DENSE, 2048), plan_memory(STREAM, STREAM.least_slots)
+    assert streamed.shape.slots_per_lane == 3
+    assert streamed.workspace == resident.workspace + 4 * GIB
+    assert resident.slots - streamed.slots == 31 * 16 * 2045 * 2 * 32768
+    assert streamed.host_pool == resident.host_pool == 64 * GIB
+    capped = dataclasses.replace(STREAM, host_pool=16 * GIB)
+    assert plan_memory(capped, 3).workspace == resident.workspace + GIB
+    two_layers = dataclasses.replace(STREAM, config=dataclasses.replace(STREAM.config, num_layers=2))
+    assert plan_memory(two_layers, 3).workspace == resident.workspace + 2 * GIB
+    with pytest.raises(ConfigError, match=r"--slots 2 cannot hold the 3 blocks .* fetch=stream .*use 3 or more$"):
+        plan_memory(STREAM, 2)
+    with pytest.raises(ConfigError, match=r"--slots 100 cannot hold the 2048 .*, or no --slots: then whole layers are"):
+        plan_memory(DENSE, 100)
+    with pytest.raises(ConfigError, match="fetch=stream brings whole layers, and mode=sparda"):
+        dataclasses.replace(LARGE, fetch=Fetch.STREAM)
+
+
+def test_the_most_that_can_be_streamed() -> None:
+    machine = limits(80, 500)
+    batch, length = largest_batch(STREAM, machine), largest_length(STREAM, machine)
+    assert batch > largest_batch(DENSE, machine) > 0
+
+    def fitting(**changes: Any) -> bool:
+        return fits(plan_memory(dataclasses.replace(STREAM, **changes), 3), machine)
+
+    assert fitting(batch=batch)
+    assert not fitting(batch=batch + 1)
+    assert fitting(max_model_len=length)
+    assert not fitting(max_model_len=length + 64)
 
 
 def test_a_sequence_of_a_few_blocks_is_resident() -> None:

@@ -82,6 +82,22 @@ def test_what_does_not_fit_is_shown_and_refused() -> None:
     assert all(re.search(r"use .*--batch \d+", line) for line in errors)
 
 
+def test_dense_streams_whole_layers_where_its_slots_do_not_fit() -> None:
+    dense = (*LARGE, "--batch", 16, "--mode", "dense", "--host-gib", 128, "--device-gib")
+    output = run(*dense, 80)
+    said = "Slots for all 2048 blocks of a lane do not fit: fetch=stream, each step brings 62.00 GiB from the host"
+    assert said in output
+    assert "through two buffers of 2.00 GiB" in output
+    assert "slots of the other 31 layers: 3 blocks of a lane" in output
+    assert int(rows(output)["sequences of 131072 tokens, 3 slots a lane"]) > 16
+    resident = run(*dense, 139)
+    assert "stream" not in resident
+    assert "slots of the other 31 layers: 2048 blocks of a lane" in resident
+    refused = run(*dense, 80, "--slots", 2048, code=1)
+    assert "stream" not in refused
+    assert "error: device memory" in refused
+
+
 def test_given_slots_and_pool() -> None:
     output = run(*LARGE, "--batch", 4, "--slots", 256, "--host-pool-gib", 8, "--device-gib", 80)
     assert "slots of the other 31 layers: 256 blocks of a lane" in output

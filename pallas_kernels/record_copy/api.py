@@ -10,9 +10,18 @@ from sparda_jax.pallas_kernels.record_copy import mosaic_gpu, triton
 from sparda_jax.pallas_kernels.record_copy.memory_space import device_as_host, host_as_device
 from sparda_jax.pallas_kernels.record_copy.plan import plan_width, unpack_plan
 from sparda_jax.pallas_kernels.record_copy.reference import copy_in_turn
+from sparda_jax.pallas_kernels.record_copy.settings import CopySettings
 
 _RECORD, _SLOT = 0, 1
 _KERNELS = {Backend.TRITON: triton, Backend.MOSAIC_GPU: mosaic_gpu}
+_CTAS = {Backend.TRITON: "programs", Backend.MOSAIC_GPU: "ctas"}
+"""What a kernel calls its number of thread blocks."""
+
+
+def copy_backend(records: Shaped[Array, "records rows head_dim"], backend: str | None = None) -> Backend:
+    """The backend that copies such records here; ``backend`` and errors as in `fetch_records`."""
+    kernels = [name for name, module in _KERNELS.items() if module.takes(records)]
+    return choose_backend(backend, "record_copy", available=[Backend.REFERENCE, *kernels])
 
 
 def fetch_records(
@@ -22,6 +31,7 @@ def fetch_records(
     *,
     segments: int,
     backend: str | None = None,
+    settings: CopySettings | None = None,
 ) -> Shaped[Array, "slots rows head_dim"]:
     """``slots[slot] = pool[record]`` for the (record, slot) pairs of a plan: what a decode step is missing.
 
@@ -35,12 +45,13 @@ def fetch_records(
         slots: the slots of one layer in device memory, of the pool's dtype.
         segments: how many segments the plan has: lanes * KV heads.
         backend: a name of `Backend`; None takes the best one for the device.
+        settings: of the kernel; None: its own. No setting changes what is copied.
 
     Raises:
         ValueError: the plan's size, the record shapes or the dtypes don't fit each other, or the backend is unknown or
             does not take records of this shape.
     """
-    return _copy(plan, pool, slots, segments=segments, direction=(_RECORD, _SLOT), backend=backend)
+    return _copy(plan, pool, slots, segments=segments, direction=(_RECORD, _SLOT), backend=backend, settings=settings)
 
 
 def write_back_records(
@@ -61,7 +72,14 @@ def write_back_records(
 
 
 def _copy(
-    plan: Array, source: Array, destination: Array, *, segments: int, direction: tuple[int, int], backend: str | None
+    plan: Array,
+    source: Array,
+    destination: Array,
+    *,
+    segments: int,
+    direction: tuple[int, int],
+    backend: str | None,
+    settings: CopySettings | None = None,
 ) -> Array:
     plan_width(plan.shape[0], segments)
     if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
@@ -69,21 +87,28 @@ def _copy(
             f"pool and slots must hold equal records: from {source.dtype}{list(source.shape[1:])} "
             f"to {destination.dtype}{list(destination.shape[1:])}."
         )
-    kernels = [name for name, module in _KERNELS.items() if module.takes(source)]
-    chosen = choose_backend(backend, "record_copy", available=[Backend.REFERENCE, *kernels])
-    return _jitted(plan, source, destination, segments=segments, direction=direction, backend=chosen)
+    chosen, settings = copy_backend(source, backend), settings or CopySettings()
+    return _jitted(plan, source, destination, segments=segments, direction=direction, backend=chosen, settings=settings)
 
 
 # One jit object for all layers, so that they share one lowering of the kernel.
-@functools.partial(jax.jit, static_argnames=("segments", "direction", "backend"))
+@functools.partial(jax.jit, static_argnames=("segments", "direction", "backend", "settings"))
 def _jitted(
-    plan: Array, source: Array, destination: Array, *, segments: int, direction: tuple[int, int], backend: Backend
+    plan: Array,
+    source: Array,
+    destination: Array,
+    *,
+    segments: int,
+    direction: tuple[int, int],
+    backend: Backend,
+    settings: CopySettings,
 ) -> Array:
     if backend == Backend.REFERENCE:
         counts, pairs = unpack_plan(plan, segments)
         return copy_in_turn(counts, pairs[..., direction[0]], pairs[..., direction[1]], source, destination)
+    chosen = {} if settings.ctas is None else {_CTAS[backend]: settings.ctas}
     copied = _KERNELS[backend].copy_records(
-        plan, host_as_device(source), host_as_device(destination), segments=segments, direction=direction
+        plan, host_as_device(source), host_as_device(destination), segments=segments, direction=direction, **chosen
     )
     on_host = jax.typeof(destination).memory_space == jax.memory.Space.Host
     return device_as_host(copied) if on_host else copied

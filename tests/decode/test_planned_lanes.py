@@ -22,8 +22,8 @@ from tests.decode.support import MODEL, decoded, enter, run
 LENGTH = 64 * 48
 
 
-def demand(mode: Mode = Mode.SPARDA, host_pool: int | None = None) -> Demand:
-    return demand_for(MODEL, mode=mode, max_model_len=LENGTH, batch=3, host_pool=host_pool)
+def demand(mode: Mode = Mode.SPARDA, host_pool: int | None = None, fetch: Fetch | None = None) -> Demand:
+    return demand_for(MODEL, mode=mode, max_model_len=LENGTH, batch=3, host_pool=host_pool, fetch=fetch)
 
 
 def limits(device: int | None, host: int = 64 * GIB, pinned: int = 8 * GIB) -> Limits:
@@ -55,6 +55,34 @@ def test_lanes_fill_the_device_and_decode() -> None:
     for lane in range(3):
         enter(lanes, Mode.SPARDA, lane, lane)
     np.testing.assert_array_equal(run(lanes, 12), [decoded(Mode.SPARDA, lane)[0][:12] for lane in range(3)])
+
+
+def test_dense_lanes_stream_where_their_slots_do_not_fit() -> None:
+    """The pool is small, or the two layers that are streamed would take as much as their slots."""
+    pool = 60 * demand().block_bytes
+    dense, resident = demand(Mode.DENSE, pool), plan_memory(demand(Mode.DENSE, pool), 48)
+    assert planned_lanes(MODEL, dense, limits=limits(resident.device)).plan.fetch is Fetch.IN_TURN
+    lanes = planned_lanes(MODEL, dense, limits=limits(resident.device - 1000))
+    plan = plan_memory(demand(Mode.DENSE, pool, Fetch.STREAM), 3)
+    assert plan.device < resident.device - 1000
+    assert lanes.shape == plan.shape
+    assert lanes.plan.fetch is Fetch.STREAM
+    held = sum(x.nbytes for x in jax.tree.leaves((lanes._state, lanes._weights)))
+    assert held + plan.staging + plan.workspace == plan.device
+    for lane in range(3):
+        enter(lanes, Mode.DENSE, lane, lane)
+    np.testing.assert_array_equal(run(lanes, 12), [decoded(Mode.DENSE, lane)[0][:12] for lane in range(3)])
+
+
+def test_a_fetch_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turn = demand(Mode.SPARDA, fetch=Fetch.IN_TURN)
+    assert planned_lanes(MODEL, in_turn, limits=limits(None)).plan.fetch is Fetch.IN_TURN
+    nothing_is_made(monkeypatch)
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        planned_lanes(MODEL, demand(Mode.DENSE), limits=limits(plan_memory(demand(Mode.DENSE), 48).device - 1000))
+    in_turn = demand(Mode.DENSE, 60 * demand().block_bytes, Fetch.IN_TURN)
+    with pytest.raises(ConfigError, match="device memory: "):
+        planned_lanes(MODEL, in_turn, limits=limits(plan_memory(in_turn, 48).device - 1000))
 
 
 def test_a_capped_pool_has_fewer_blocks_than_the_lanes_could_use() -> None:
@@ -94,8 +122,8 @@ def test_what_does_not_fit_is_refused_with_memory_bytes_and_flag(monkeypatch: py
             planned_lanes(MODEL, demand(), limits=machine, slots_per_lane=slots)
     with pytest.raises(ConfigError, match=r"^--slots 5 cannot hold the 6 blocks .*use 6 or more"):
         planned_lanes(MODEL, demand(), limits=limits(None), slots_per_lane=5)
-    with pytest.raises(ConfigError, match="fetch=stream is not planned"):
-        planned_lanes(MODEL, demand(Mode.DENSE), limits=limits(None), fetch=Fetch.STREAM)
+    with pytest.raises(ConfigError, match="fetch=stream brings whole layers, and mode=sparda"):
+        demand(fetch=Fetch.STREAM)
     with pytest.raises(ConfigError, match=re.escape("--host-pool-gib") + r" .* holds 47 blocks, .* has 48: give 0.0"):
         demand(host_pool=47 * demand().block_bytes)
 

@@ -11,7 +11,7 @@ from flax import nnx
 from sparda_jax.budget import Demand, decode_workspace, prefill_workspace
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import empty_state
-from sparda_jax.decode import GPU_OPTIONS, DecodePlan, Fetch
+from sparda_jax.decode import Fetch
 from sparda_jax.forward import forward
 from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
 from sparda_jax.lanes import step_and_sample
@@ -25,14 +25,15 @@ pytestmark = [needs_compiler, pytest.mark.slow]
 CONFIG = dataclasses.replace(SHAPES["minicpm4.1-8b"], num_layers=2)
 
 
-def demand(max_model_len: int, batch: int = 1) -> Demand:
+def demand(max_model_len: int, batch: int = 1, mode: Mode = Mode.SPARDA, fetch: Fetch = Fetch.AHEAD) -> Demand:
     return Demand(
         config=CONFIG,
         dtype=jnp.dtype(jnp.bfloat16),
-        mode=Mode.SPARDA,
+        mode=mode,
         has_forecast=True,
         max_model_len=max_model_len,
         batch=batch,
+        fetch=fetch,
     )
 
 
@@ -58,15 +59,19 @@ def test_prefill(length: int, chunk: int) -> None:
     assert found <= prefill_workspace(demand(length)) <= 1.1 * found
 
 
-def test_decode() -> None:
-    batch = 4
-    wanted = demand(32768, batch)
+@pytest.mark.parametrize(("mode", "fetch"), [(Mode.SPARDA, Fetch.AHEAD), (Mode.DENSE, Fetch.STREAM)])
+def test_decode(mode: Mode, fetch: Fetch) -> None:
+    """Of three layers two are streamed, each into a buffer of its own."""
+    batch, layers = 4, 3
+    config = dataclasses.replace(CONFIG, num_layers=layers)
+    wanted = dataclasses.replace(demand(32768, batch, mode, fetch), config=config)
     shape = wanted.shape(wanted.least_slots)
-    graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
-    state = jax.eval_shape(lambda: empty_state(CONFIG, shape, jnp.bfloat16))
-    pools = (pinned_host((shape.num_blocks * CONFIG.num_kv_heads, 128, 128), jnp.bfloat16),) * 2
+    graphdef, weights = nnx.split(abstract_decoder(config, has_forecast=True, dtype=jnp.bfloat16))
+    state = jax.eval_shape(lambda: empty_state(config, shape, jnp.bfloat16))
+    pools = (pinned_host((shape.num_blocks * config.num_kv_heads, 128, 128), jnp.bfloat16),) * layers
     ids = jax.ShapeDtypeStruct((batch,), jnp.int32)
     sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=1)] * batch))
-    step = functools.partial(step_and_sample, graphdef, DecodePlan(mode=Mode.SPARDA, fetch=Fetch.AHEAD))
-    found = temporary(step, weights, state, pools, ids, ids, sampling, flags=GPU_OPTIONS)
+    plan = wanted.decode_plan
+    step = functools.partial(step_and_sample, graphdef, plan)
+    found = temporary(step, weights, state, pools, ids, ids, sampling, flags=plan.compiler_options)
     assert found <= decode_workspace(wanted) <= 1.5 * found
