@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sparda_jax.cache.pool import HostPool
-from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
+from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.decode import GPU_OPTIONS
 from sparda_jax.pallas_kernels.record_copy import fetch_records
 from sparda_jax.pallas_kernels.residency import Residency, plan_residency
@@ -42,7 +42,7 @@ class Replay:
         made: list[dict[str, np.ndarray]] = []
         for step in range(steps):
             entering = (tail >= BLOCKS) | (rng.random(LANES) < 0.01)
-            for lane in np.flatnonzero(entering):
+            for lane in np.flatnonzero(entering).tolist():
                 self._enter(lane)
                 tail[lane] = rng.integers(BLOCKS // 3, BLOCKS)
             live = rng.random(LANES) < 0.9
@@ -115,7 +115,7 @@ def take(state: DecodeState, tally: dict[str, jax.Array], pools: Any, replay: An
     lane, head = jnp.arange(LANES)[:, None], jnp.arange(KV_HEADS)
     layers, wrong, copied = list(state.layers), tally["wrong"], tally["copied"]
 
-    def prepare(index: int):
+    def prepare(index: int) -> tuple[LayerState, jax.Array, jax.Array]:
         layer = layers[index]
         residency = left(layer.residency, now["entering"], SHAPE.slots_of(index))
         residency, slot_ids, plan = plan_residency(residency, now["wanted"][index], table, tail, now["written"])
@@ -123,13 +123,13 @@ def take(state: DecodeState, tally: dict[str, jax.Array], pools: Any, replay: An
         slots = fetch_records(plan, pools[index], layer.slots, segments=LANES * KV_HEADS, backend=backend)
         return dataclasses.replace(layer, slots=slots, residency=residency), slot_ids, plan
 
-    ready = prepare(0)
+    ahead = prepare(0)
     for index in range(LAYERS):
-        (layer, slot_ids, plan), ready = ready, None
+        layer, slot_ids, plan = ahead
         if index + 1 < LAYERS:
-            ready = prepare(index + 1)
-            work, plan_ahead = jax.lax.optimization_barrier((work, ready[2]))
-            ready = (*ready[:2], plan_ahead)
+            ahead = prepare(index + 1)
+            work, plan_ahead = jax.lax.optimization_barrier((work, ahead[2]))
+            ahead = (*ahead[:2], plan_ahead)
         place = layer.residency.slot_of_block[lane, head, jnp.maximum(tail, 0)[:, None]]
         place = jnp.where(tail[:, None] >= 0, place, layer.slots.shape[0])
         own = contents(table[lane, tail[:, None]] * KV_HEADS + head, index, tally["step"] + 1)
