@@ -1,10 +1,14 @@
 """Block selection for one new token per sequence, and the choice of what runs it."""
 
+import functools
+
+import jax
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
 from sparda_jax.pallas_kernels.block_selection import mosaic_gpu, reference, triton
 from sparda_jax.pallas_kernels.block_selection.reference import Scorer
+from sparda_jax.pallas_kernels.operands import FLOATS, INT32, check_operands
 
 
 def select_blocks_decode(
@@ -45,8 +49,25 @@ def select_blocks_decode(
         its own queries makes a sequence's choice unspecified, though still one of distinct ids up to its own block.
 
     Raises:
-        ValueError: FORECAST with several queries per KV head; a backend that is unknown or doesn't take the operands.
+        ValueError: shapes or dtypes that don't fit each other; an unknown scorer; a limit below its least; FORECAST
+            with several queries per KV head; a backend that is unknown or doesn't take the operands.
     """
+    if scorer not in list(Scorer):
+        raise ValueError(f"scorer={scorer!r} is unknown: use one of {', '.join(Scorer)}.")
+    scorer = Scorer(scorer)
+    sizes: dict[str, tuple[int, str]] = {}
+    keys = pages, "num_pages kv_heads 4 head_dim"
+    check_operands(FLOATS, sizes=sizes, queries=(queries, "batch kv_heads group head_dim"), pages=keys)
+    lanes = {"visible": visible, "query_block": query_block, "num_selected": num_selected}
+    per_lane = {name: (numbers, "batch") for name, numbers in lanes.items()}
+    check_operands(INT32, sizes=sizes, block_table=(block_table, "batch blocks"), **per_lane)
+    if pages.shape[2] != 4:
+        raise ValueError(f"pages{list(pages.shape)} must have 4 compressed keys each, those of a block.")
+    if queries.dtype != pages.dtype:
+        raise ValueError(f"queries are {queries.dtype} and pages {pages.dtype}: they must have the same dtype.")
+    for name, value, least in (("init_blocks", init_blocks, 0), ("local_blocks", local_blocks, 0), ("width", width, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
     if scorer is Scorer.FORECAST and queries.shape[2] != 1:
         raise ValueError(f"scorer=forecast takes one query per KV head, not a group of {queries.shape[2]}: use infllm.")
     available = [Backend.REFERENCE, Backend.TRITON]
@@ -54,9 +75,27 @@ def select_blocks_decode(
         available.append(Backend.MOSAIC_GPU)
     chosen = choose_backend(backend, "block_selection", available=available)
     limits = {"init_blocks": init_blocks, "local_blocks": local_blocks, "width": width}
-    if chosen is Backend.REFERENCE:
+    operands = queries, pages, block_table, visible, query_block, num_selected
+    return _select(*operands, scorer=scorer, backend=chosen, **limits)
+
+
+# One jit object for all layers, so that they share one lowering of the kernels.
+@functools.partial(jax.jit, static_argnames=("scorer", "backend", "init_blocks", "local_blocks", "width"))
+def _select(
+    queries: Array,
+    pages: Array,
+    block_table: Array,
+    visible: Array,
+    query_block: Array,
+    num_selected: Array,
+    *,
+    scorer: Scorer,
+    backend: Backend,
+    **limits: int,
+) -> Array:
+    if backend is Backend.REFERENCE:
         scores = reference.block_scores_decode(queries, pages, block_table, visible, scorer=scorer)
         return reference.choose_blocks_decode(scores, query_block, num_selected, **limits)
-    kernels = triton if chosen is Backend.TRITON else mosaic_gpu
+    kernels = triton if backend is Backend.TRITON else mosaic_gpu
     parts = kernels.score_pages(queries, pages, block_table, visible, scorer=scorer)
     return kernels.top_blocks(parts, visible, query_block, num_selected, **limits)

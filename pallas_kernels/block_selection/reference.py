@@ -92,8 +92,10 @@ def select_blocks(
     query_block = query_block[:, None, :, None]
     past = ids <= query_block
     forced = (ids < init_blocks) | (ids >= query_block - local_blocks)
-    # A score that overflowed must not compete with the forced blocks.
-    finite = jnp.minimum(block_scores, jnp.finfo(block_scores.dtype).max)
+    # A score that overflowed must not compete with the forced blocks. It may be NaN, the sum of +inf and -inf, which
+    # top_k sorts above +inf or below -inf.
+    largest = jnp.finfo(block_scores.dtype).max
+    finite = jnp.where(block_scores <= largest, block_scores, largest)
     # top_k sorts -0 below 0, and they are equal scores.
     finite = jnp.where(finite == 0, 0, finite)
     # A past block always has a visible window, so its score is finite and beats every block after the query's own;

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Int, Shaped
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.operands import INT32, check_operands
 from sparda_jax.pallas_kernels.record_copy import mosaic_gpu, triton
 from sparda_jax.pallas_kernels.record_copy.memory_space import device_as_host, host_as_device
 from sparda_jax.pallas_kernels.record_copy.plan import plan_width, unpack_plan
@@ -81,6 +82,7 @@ def _copy(
     backend: str | None,
     settings: CopySettings | None = None,
 ) -> Array:
+    check_operands(INT32, sizes={}, plan=(plan, "plan"))
     plan_width(plan.shape[0], segments)
     if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
         raise ValueError(

@@ -27,6 +27,8 @@ def plan_width(size: int, segments: int) -> int:
     Raises:
         ValueError: no plan of that many segments has this size.
     """
-    if segments < 1 or size < segments or (size - segments) % (2 * segments):
-        raise ValueError(f"plan has {size} integers, which is not segments * (1 + 2 * width) for segments={segments}.")
+    if segments < 1 or size < 3 * segments or (size - segments) % (2 * segments):
+        raise ValueError(
+            f"plan has {size} integers, which is not segments * (1 + 2 * width) for segments={segments}, width >= 1."
+        )
     return (size - segments) // (2 * segments)

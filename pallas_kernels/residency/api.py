@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.operands import INT32, check_operands
 from sparda_jax.pallas_kernels.residency import mosaic_gpu, reference, triton
 from sparda_jax.pallas_kernels.residency.state import Residency
 
@@ -49,9 +50,24 @@ def plan_residency(
         none get slot id -1 and no copy, and nothing else happens to them.
 
     Raises:
-        ValueError: the backend is unknown, or does not take these tables: the Mosaic kernel wants the number of blocks,
-            the number of slots and the width to be multiples of 4.
+        ValueError: the shapes or dtypes don't fit each other; the backend is unknown, or does not take these tables:
+            the Mosaic kernel wants the number of blocks, the number of slots and the width to be multiples of 4.
     """
+    per_head, per_slot = "batch kv_heads", "kv_heads slots"
+    check_operands(
+        INT32,
+        sizes={},
+        wanted=(wanted, f"{per_head} width"),
+        block_table=(block_table, "batch blocks"),
+        query_block=(query_block, "batch"),
+        written=(written, "batch"),
+        slot_of_block=(state.slot_of_block, f"{per_head} blocks"),
+        block_of_slot=(state.block_of_slot, per_slot),
+        referenced=(state.referenced, per_slot),
+        hand=(state.hand, per_head),
+        base=(state.base, "batch"),
+        count=(state.count, "batch"),
+    )
     unavailable = set() if mosaic_gpu.takes(state, wanted.shape[2]) else {Backend.MOSAIC_GPU}
     chosen = choose_backend(backend, "residency", available=_BACKENDS.keys() - unavailable)
     return _jitted(state, wanted, block_table, query_block, written, backend=chosen)

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.operands import FLOATS, INT32, check_operands
 from sparda_jax.pallas_kernels.sparse_attention import mosaic_gpu, reference, triton
 
 
@@ -39,14 +40,13 @@ def sparse_attention_decode(
     Raises:
         ValueError: the shapes or dtypes don't fit each other, or the backend is unknown or doesn't take them.
     """
-    if slots.shape[2] != q.shape[3] or slots.shape[1] % 2:
-        raise ValueError(
-            f"slots{list(slots.shape)} are no records of K and V rows for queries with head_dim {q.shape[3]}."
-        )
+    sizes: dict[str, tuple[int, str]] = {}
+    check_operands(FLOATS, sizes=sizes, q=(q, "batch kv_heads group head_dim"), slots=(slots, "slots rows head_dim"))
+    check_operands(INT32, sizes=sizes, slot_ids=(slot_ids, "batch kv_heads width"), lengths=(lengths, "batch"))
+    if slots.shape[1] % 2:
+        raise ValueError(f"slots{list(slots.shape)} are no records: they must have as many V rows as K rows.")
     if slots.dtype != q.dtype:
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
-    if slot_ids.shape[:2] != q.shape[:2]:
-        raise ValueError(f"slot_ids{list(slot_ids.shape)} must have q's batch and KV heads, {list(q.shape[:2])}.")
     available = [Backend.REFERENCE, Backend.TRITON]
     if mosaic_gpu.takes(q, slots):
         available.append(Backend.MOSAIC_GPU)

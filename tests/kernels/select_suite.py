@@ -183,6 +183,24 @@ class SelectBlocksDecode:
         assert (found[..., :6] == [0, 1, 2, 37, 38, 39]).all()
         assert (found[..., 6:] == -1).all()
 
+    @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in matmul:RuntimeWarning")
+    @pytest.mark.parametrize("scorer", Scorer)
+    def test_scores_that_overflow_to_nan_take_no_forced_place_and_lose_none(self, scorer: Scorer):
+        """Products of both signs overflow, and the sum of +inf and -inf is NaN, of either sign."""
+        geometry = GEOMETRIES[0]
+        case = make_case(geometry, scorer, np.array([64 * 40, 1000, 1300]), 15)
+        case.pages[:] *= 2.0**100
+        case.queries[:] *= 2.0**100
+        case.num_selected[:] = 8
+        # Scores are unspecified here.
+        ids = run(case, self.backend)[1]
+        for lane, query_block in enumerate(case.query_block):
+            for row in ids[lane]:
+                chosen = row[row >= 0]
+                assert len(chosen) == 8
+                assert np.all(np.diff(chosen) > 0)
+                assert {0, *range(query_block - 2, query_block + 1)} <= {*chosen.tolist()} <= {*range(query_block + 1)}
+
     @pytest.mark.parametrize("scorer", Scorer)
     def test_nan_queries_stay_in_their_lane(self, scorer: Scorer):
         geometry = GEOMETRIES[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 
 import jax
@@ -226,12 +227,16 @@ def test_plan_layout() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """A plan of another size, records of another dtype; other shapes already fail the annotations in tests."""
+    """A plan of another size or dtype, records of another dtype; other shapes already fail the annotations in tests."""
     copy = Copy("narrow", 4)
     plan, _, _ = copy.plan([0] * copy.segments)
     pool, slots = copy.arrays()
     with pytest.raises(ValueError, match="plan has 33 integers"):
         fetch_records(plan, pool, slots, segments=4)
+    with pytest.raises(ValueError, match="plan has 3 integers"):
+        fetch_records(plan[:3], pool, slots, segments=3)  # room for counts only
+    with pytest.raises(ValueError, match="plan is float32: it must be int32"):
+        inspect.unwrap(fetch_records)(plan.astype(jnp.float32), pool, slots, segments=3)
     with pytest.raises(ValueError, match="pool and slots must hold equal records"):
         fetch_records(plan, pool, slots.astype(jnp.float32), segments=3)
     for backend, head_dim in ((Backend.TRITON, 48), (Backend.MOSAIC_GPU, 4)):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -310,3 +311,30 @@ def test_what_no_kernel_takes_is_refused(geometry: Geometry, backend: str, messa
     simulation = Simulation(geometry, backend, seed=0)
     with pytest.raises(ValueError, match=message):
         simulation.step([[[]] * geometry.kv_heads] * geometry.batch, [-1] * geometry.batch, [0] * geometry.batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wanted": np.zeros((3, 1, 8), np.int32)}, "has kv_heads=2, and wanted has kv_heads=1"),
+        ({"wanted": np.zeros((3, 2, 0), np.int32)}, "width must be at least 1"),
+        ({"block_table": np.zeros((3, 23), np.int32)}, "has blocks=24, and block_table has blocks=23"),
+        ({"written": np.zeros(4, np.int32)}, r"written\[4\] has batch=4, and wanted has batch=3"),
+        ({"query_block": np.zeros(3, np.float32)}, "query_block is float32: it must be int32"),
+        ({"referenced": np.zeros((2, 51), np.int32)}, "has slots=51, and block_of_slot has slots=52"),
+        ({"hand": np.zeros(3, np.int32)}, r"hand\[3\] must have the axes \[batch, kv_heads\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, np.ndarray], message: str) -> None:
+    """Tables and lists of other sizes would be read beyond their ends."""
+    state, lanes = Simulation(SMALL, "reference", seed=0).state, np.zeros(3, np.int32)
+    tables = {name: jnp.asarray(x) for name, x in change.items() if hasattr(state, name)}
+    arguments = {
+        "wanted": np.zeros((3, 2, 8), np.int32),
+        "block_table": np.zeros((3, 24), np.int32),
+        "query_block": lanes,
+        "written": lanes,
+    } | {name: x for name, x in change.items() if name not in tables}
+    operands = {name: jnp.asarray(x) for name, x in arguments.items()}
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(plan_residency)(dataclasses.replace(state, **tables), **operands)

@@ -169,10 +169,11 @@ class DecodeAttention:
         for b in (0, 1, 3):
             np.testing.assert_array_equal(run(lane_of(case, b), batch_invariant)[0], together[b])
 
-    def test_large_logits_do_not_overflow(self, backend: Backend):
-        """Logits around +-3000: the softmax is nearly one-hot, and exp of any of them alone would overflow."""
+    @pytest.mark.parametrize("scale", [300, 1e6])
+    def test_large_logits_do_not_overflow(self, backend: Backend, scale: float):
+        """Logits from +-3000 on: the softmax is nearly one-hot, and exp of any of them alone would overflow."""
         case = make_case(np.random.default_rng(4), self.geometries[0], [5, 8], [300, 512])
-        case.q[...] = (case.q.astype(np.float32) * 300).astype(BF16)
+        case.q[...] = (case.q.astype(np.float32) * scale).astype(BF16)
         found, expected = run(case, backend).astype(np.float64), attention_float64(case)
         np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2e-2)
 
@@ -186,11 +187,11 @@ class DecodeAttention:
 
     @pytest.mark.parametrize("kernels", [triton, mosaic_gpu], ids=["triton", "mosaic_gpu"])
     def test_more_parts_than_are_added_at_once(self, kernels: ModuleType):
-        """As in lists of several hundred records: 37 parts, of which the last two are empty."""
+        """As in lists of several hundred records: 37 parts. Only two are empty, or all, or all but one more than 16."""
         if kernels is mosaic_gpu:
             skip_without_hopper()
         g = Geometry(kv_heads=1, group=2, head_dim=64, width=37)
-        case = make_case(np.random.default_rng(10), g, [35], [3000])
+        case = make_case(np.random.default_rng(10), g, [35, 0, 17], [3000, 0, 1050])
         with mosaic_interpreter() if kernels is mosaic_gpu else contextlib.nullcontext():
             found = np.asarray(kernels.slot_attention(*arrays(case), part=1))
         assert_close(found, case)
@@ -315,10 +316,16 @@ def test_what_the_hopper_kernels_take():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": np.zeros((4, 128, 64), BF16)}, "head_dim 128"),
         ({"slots": np.zeros((4, 127, 128), BF16)}, "no records"),
         ({"slots": np.zeros((4, 128, 128), np.float32)}, "same dtype"),
-        ({"slot_ids": np.zeros((1, 1, 8), np.int32)}, r"KV heads, \[1, 2\]"),
+        ({"slots": np.zeros((4, 128, 64), BF16)}, r"slots\[4, 128, 64\] has head_dim=64, and q has head_dim=128"),
+        ({"slots": np.zeros((0, 128, 128), BF16)}, "slots must be at least 1"),
+        ({"slots": np.zeros((4, 128), BF16)}, r"slots\[4, 128\] must have the axes \[slots, rows, head_dim\]"),
+        ({"q": np.zeros((1, 2, 16, 128), np.int32)}, "q is int32: it must be a floating dtype"),
+        ({"slot_ids": np.zeros((1, 1, 8), np.int32)}, "has kv_heads=1, and q has kv_heads=2"),
+        ({"slot_ids": np.zeros((1, 2, 0), np.int32)}, "width must be at least 1"),
+        ({"slot_ids": np.zeros((1, 2, 8), np.uint8)}, "slot_ids is uint8: it must be int32"),
+        ({"lengths": np.ones(2, np.int32)}, r"lengths\[2\] has batch=2, and q has batch=1: they must be equal"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, np.ndarray], message: str):
