@@ -24,6 +24,8 @@ def sparse_attention_decode(
     bits whatever else is in the batch and whichever slots its records lie in: sums are taken over fixed positions of
     the list. The reference does that on a CPU only: on a GPU XLA chooses how to run its products by the batch.
 
+    Logits may be up to 1e8 in size. Beyond, float32 rounds a logit by more than 2^x bears, and a kernel may give NaN.
+
     Args:
         q: the new token's queries after RoPE.
         slots: one layer's slots, in q's dtype. A record is the K rows of a block and one KV head, then its V rows.
