@@ -12,6 +12,7 @@ from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.tokenizer import TokenizerError
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.forecast import Start
 from sparda_jax.train.processes import is_first, join
 from sparda_jax.train.run import RunFiles, run
 
@@ -44,7 +45,7 @@ def train(
     warmup_steps: Annotated[int, typer.Option(help="At most a tenth of --steps.")] = TrainConfig.warmup_steps,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = TrainConfig.weight_decay,
     max_grad_norm: Annotated[float, typer.Option(help="Clip to this norm; 0: never.")] = TrainConfig.max_grad_norm,
-    seed: Annotated[int, typer.Option(help="Of fresh weights and of the order of rows.")] = TrainConfig.seed,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the order of rows.")] = TrainConfig.seed,
     dtype: Annotated[
         str | None, typer.Option(help="Of the base: bfloat16 or float32. Without: bfloat16 on a GPU.")
     ] = None,
@@ -54,6 +55,9 @@ def train(
     init_forecast: Annotated[
         Path | None, typer.Option(help="Start from this Forecast (.safetensors, .pt, or a folder with one).")
     ] = None,
+    start: Annotated[
+        Start, typer.Option(help="Without --init-forecast: the base's own queries, averaged over a group; or random.")
+    ] = TrainConfig.start,
     export_forecast: Annotated[
         Path | None, typer.Option(help="At the end, write the best step's Forecast: .safetensors or .pt.")
     ] = None,
@@ -95,6 +99,7 @@ def train(
             save_every=save_every,
             keep=keep,
             validation_rows=validation_rows,
+            start=start,
         )
         files = RunFiles(
             model=model,

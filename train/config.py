@@ -7,6 +7,7 @@ from typing import Any
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.forecast import Start
 from sparda_jax.train.packing import shortest_document
 
 
@@ -49,10 +50,11 @@ class TrainConfig:
         warmup_steps: linear from 0, at most a tenth of ``steps``.
         weight_decay: decoupled (AdamW).
         max_grad_norm: the gradient of all layers together is scaled down to this norm; 0: never.
-        seed: of the fresh weights and of the order of the rows.
+        seed: of random weights and of the order of the rows.
         save_every: steps between two checkpoints, each after a validation.
         keep: newest checkpoints that are kept, besides the best one.
         validation_rows: documents that are set aside for validation, or read of a validation set, at most.
+        start: what the weights are at first, without a Forecast to start from.
     """
 
     seq_len: int
@@ -68,6 +70,7 @@ class TrainConfig:
     save_every: int = 100
     keep: int = 3
     validation_rows: int = 16
+    start: Start = Start.QUERIES
 
     def __post_init__(self) -> None:
         for name, (allowed, rule) in _ALLOWED.items():

@@ -1,4 +1,4 @@
-"""The weights that are trained: fresh, from a Forecast file, and back into one (docs/semantics.md 5.1 and 8.3).
+"""The weights that are trained: new ones, from a Forecast file, and back into one (docs/semantics.md 5.1 and 8.3).
 
 They are one float32 array ``[layers, hidden, kv_heads * head_dim]``: entry l is what layer l is selected with, so
 entry 0 is layer 0's ``q_curr`` and entry l > 0 the ``q_future`` of layer l - 1. The ``q_future`` of the last layer,
@@ -6,6 +6,7 @@ which nothing reads, is not trained.
 """
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,37 @@ from sparda_jax.checkpoint.forecast import open_forecast, write_forecast
 from sparda_jax.checkpoint.mapping import Q_CURR, Q_FUTURE, forecast_tensors
 from sparda_jax.checkpoint.torch_save import write_torch
 from sparda_jax.config import ModelConfig
-from sparda_jax.model import apply_rope, rope_tables
+from sparda_jax.model import Decoder, apply_rope, rope_tables
 from sparda_jax.model.layers import matmul
 
 TORCH, SAFETENSORS = ".pt", ".safetensors"
+
+
+class Start(enum.StrEnum):
+    """What a run without a Forecast to start from begins with."""
+
+    QUERIES = "queries"  # `query_weights`
+    RANDOM = "random"  # `fresh_weights`
+
+
+def query_weights(base: Decoder) -> Float32[np.ndarray, "layers hidden outputs"]:
+    """The queries of the layer that is selected for, averaged over each group, as far as the layer before can tell.
+
+    A Forecast sees the normed input of the layer before. That layer's norm weights are exchanged for the layer's own;
+    what the layer before adds to the stream is missing. For layer 0 nothing is.
+    """
+    config = base.config
+    norms = [np.asarray(layer.input_layernorm.weight[...], np.float32) for layer in base.layers]
+    queries = slice(config.num_heads * config.head_dim)
+    weights = []
+    for index, layer in enumerate(base.layers):
+        kernel = np.asarray(layer.self_attn.qkvf_proj.kernel[:, queries], np.float32)
+        heads = kernel.reshape(config.hidden_size, config.num_kv_heads, -1, config.head_dim)
+        seen = norms[max(index - 1, 0)]
+        # Behind a norm weight of zero there is nothing to see.
+        exchange = np.divide(norms[index], seen, out=np.zeros_like(seen), where=seen != 0)
+        weights.append(heads.mean(axis=2).reshape(config.hidden_size, -1) * exchange[:, None])
+    return np.stack(weights)
 
 
 def fresh_weights(config: ModelConfig, seed: int) -> Float32[np.ndarray, "layers hidden outputs"]:

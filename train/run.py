@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float32
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,7 +27,7 @@ from sparda_jax.train.corpus import Corpus, check_tokenizer, load_corpus
 from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batches
 from sparda_jax.train.errors import TrainingError
-from sparda_jax.train.forecast import check_export, export, fresh_weights, read_weights
+from sparda_jax.train.forecast import Start, check_export, export, fresh_weights, query_weights, read_weights
 from sparda_jax.train.forward import DATA, ForwardPass
 from sparda_jax.train.log import RunLog, SilentLog
 from sparda_jax.train.packing import shortest_document
@@ -45,7 +46,7 @@ class RunFiles:
         model: folder of the base, which stays as it is; dtype of its weights, None for the default of `load_model`.
         data, validation: texts; without the latter, documents of ``data`` are held out.
         out: folder of the run. cache: of tokenised text; None: in ``out``.
-        init_forecast: where the weights come from; None: fresh ones.
+        init_forecast: where the weights come from; None: `TrainConfig.start` says.
         export_forecast: the file to write at the end, with the best step's weights; overwrite: also if it exists.
         resume: go on from ``resume_step``, or from the newest checkpoint if that is None.
         print_every: steps between two lines on the console.
@@ -101,6 +102,7 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     base = load_model(files.model, dtype=files.dtype)
     identity = config.identity() | {"base": _base_hash(base), "data": data.fingerprint}
     forward = ForwardPass(base, Mesh(np.array(jax.devices()), (DATA,)))
+    weights = _first_weights(config, files, base)
     del base  # its arrays are on the mesh now
     with (
         Checkpoints(files.out / CHECKPOINTS, keep=config.keep, identity=identity) as checkpoints,
@@ -108,7 +110,7 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
         _stop_on_signal(console) as should_stop,
     ):
         trainer = Trainer(config, forward, data.train, data.validation, report=log, should_stop=agreed(should_stop))
-        state = _first_state(config, files, trainer, forward.config, checkpoints)
+        state = _first_state(files, trainer, weights, checkpoints)
         if is_first():
             _record_config(config, files)
         log.begin(int(state.step))
@@ -173,16 +175,23 @@ def _tokenise(paths: Sequence[Path], files: RunFiles, console: Console) -> Corpu
         )
 
 
+def _first_weights(config: TrainConfig, files: RunFiles, base: Decoder) -> Float32[np.ndarray, "layers hidden outputs"]:
+    if files.init_forecast is not None:
+        return read_weights(files.init_forecast, base.config)
+    return query_weights(base) if config.start is Start.QUERIES else fresh_weights(base.config, config.seed)
+
+
 def _first_state(
-    config: TrainConfig, files: RunFiles, trainer: Trainer, model: ModelConfig, checkpoints: Checkpoints
+    files: RunFiles,
+    trainer: Trainer,
+    weights: Float32[np.ndarray, "layers hidden outputs"],
+    checkpoints: Checkpoints,
 ) -> TrainState:
     if checkpoints.steps and not files.resume:
         raise TrainingError(
             f"{files.out} holds a run up to step {checkpoints.steps[-1]}; --resume goes on with it, or give another "
             "--out"
         )
-    init = files.init_forecast
-    weights = fresh_weights(model, config.seed) if init is None else read_weights(init, model)
     state = trainer.initial_state(jnp.asarray(weights))
     if files.resume:
         state = checkpoints.restore(files.resume_step, state)

@@ -10,13 +10,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from sparda_jax.checkpoint import CheckpointError, load_model, save_hf
 from sparda_jax.checkpoint.tensor_files import open_tensors
 from sparda_jax.checkpoint.torch_save import write_torch
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder, rope_tables
-from sparda_jax.train.forecast import check_export, export, fresh_weights, predict, read_weights, tensor_names
+from sparda_jax.train.forecast import (
+    check_export,
+    export,
+    fresh_weights,
+    predict,
+    query_weights,
+    read_weights,
+    tensor_names,
+)
 from tests.train.support import tiny_model
 
 LAYERS = 3
@@ -40,6 +49,28 @@ def test_fresh_weights_are_uniform_and_seeded(config: ModelConfig, weights: np.n
     assert weights.std() == pytest.approx(bound / 3**0.5, rel=0.05)
     np.testing.assert_array_equal(weights, fresh_weights(config, seed=5))
     assert not np.array_equal(weights, fresh_weights(config, seed=6))
+
+
+def test_the_queries_of_the_next_layer_as_a_forecast() -> None:
+    """Where both layers see the same stream, the Forecast is the mean of the group's queries, whatever the norms."""
+    base = nnx.clone(tiny_model(layers=LAYERS))
+    rng = np.random.default_rng(1)
+    for layer in base.layers:
+        layer.input_layernorm.weight[...] = jnp.asarray(rng.uniform(-2, 2, 32), jnp.float32)
+    base.layers[1].input_layernorm.weight[...] = base.layers[1].input_layernorm.weight[...].at[3].set(0)
+    weights = query_weights(base)
+    assert weights.shape == (LAYERS, 32, 32)
+    assert np.isfinite(weights).all()
+    stream = rng.standard_normal((2, 5, 32)).astype(np.float32)
+    stream[..., 3] = 0
+    positions = jnp.arange(10).reshape(2, 5)
+    cos, sin = rope_tables(base.config, positions)
+    for index, layer in enumerate(base.layers):
+        before = base.layers[max(index - 1, 0)].input_layernorm(stream)
+        found = predict(jnp.asarray(weights[index]), before, positions, base.config)
+        queries = layer.self_attn.project_query(layer.input_layernorm(stream), cos, sin)
+        expected = np.asarray(queries).reshape(2, 5, 2, 2, 16).mean(axis=3)
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_entries_are_named_after_the_layer_that_computes_them(config: ModelConfig) -> None:
