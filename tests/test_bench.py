@@ -185,3 +185,28 @@ def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path, monkeypatch: pytest
     CliRunner().invoke(app, ["kernels", "--filter", "plan/", "--batch", "1", "--json", str(file)])
     assert [row["backend"] for row in json.loads(file.read_text())["rows"]] == ["reference"]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_a_result_file_as_a_picture(tmp_path: Path) -> None:
+    rows = [
+        Row(name="fetch", backend="triton", settings={"batch": 16}, value=48.0, unit="GB/s", floor=54.0, target=47.0),
+        Row(name="attention", backend="triton", settings={"batch": 1}, value=9.0, floor=1.5, reference=17),
+        Row(name="attention", backend="reference", settings={"batch": 1}, error="does not compile"),
+    ]
+    write_json(tmp_path / "rows.json", rows, what="kernels", method="by clock", commit="abc")
+    for name in ("rows.png", "rows.svg"):
+        result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        assert "2 rows" in result.output
+    text = (tmp_path / "rows.svg").read_text()
+    assert text.count("<!-- fetch/triton, batch 16: 48 -->") == text.count("<!-- attention/triton, batch 1: 9 -->") == 1
+    assert "<!-- target -->" in text
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}'])
+def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / "rows.png")])
+    assert result.exit_code == 2
+    assert "rows.json" in result.output

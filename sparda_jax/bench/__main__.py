@@ -4,6 +4,7 @@ import typer
 
 from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
+from sparda_jax.bench.plot import plot
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -15,6 +16,7 @@ def main() -> None:
 
 app.command()(kernels)
 app.command()(decode)
+app.command()(plot)
 
 if __name__ == "__main__":
     app()

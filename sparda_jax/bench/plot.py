@@ -1,0 +1,75 @@
+"""``python -m sparda_jax.bench plot``: a picture of a result file, its numbers beside floors, references, targets."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# What tells rows of one name apart at a glance; other settings are in the file.
+_SHOWN = ("batch", "misses", "length", "context")
+_MARKS = {"floor": ("|", "black"), "reference": ("x", "C3"), "target": ("D", "C2")}
+
+
+def plot(
+    results: Annotated[Path, typer.Argument(help="A file that a benchmark wrote with --json.")],
+    picture: Annotated[Path, typer.Argument(help="Where the picture goes: .png or .svg.")],
+) -> None:
+    """Draw a result file: a bar for each row; marks for the hardware's bound, the published code, the target."""
+    try:
+        record = json.loads(results.read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["value"] is not None]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{results} is no result file of a benchmark: {error}") from None
+    if not rows:
+        raise typer.BadParameter(f"{results} has no measured row.")
+    figure = _figure()
+    units = sorted({row["unit"] for row in rows})
+    panels = figure.subplots(
+        len(units), 1, squeeze=False, height_ratios=[sum(row["unit"] == unit for row in rows) + 1 for unit in units]
+    )
+    figure.set_size_inches(9, 1.5 + 0.28 * len(rows) + 0.6 * len(units))
+    for axes, unit in zip(panels[:, 0], units, strict=True):
+        _draw(axes, [row for row in rows if row["unit"] == unit], unit, _varied(rows))
+    marks: dict[str, Any] = {}
+    for axes in panels[:, 0]:
+        handles, names = axes.get_legend_handles_labels()
+        marks |= dict(zip(names, handles, strict=True))
+    if marks:
+        figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), fontsize=8)
+    device, jax_version = record["machine"]["device"], record["versions"].get("jax")
+    figure.suptitle(f"{record['what']}: {device}, jax {jax_version}, {record['date']}", fontsize=10)
+    figure.savefig(picture, dpi=130)
+    typer.echo(f"{picture}: {len(rows)} rows")
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise typer.BadParameter("plots need matplotlib: pip install 'sparda-jax[plot]'.") from None
+    return Figure(layout="constrained")
+
+
+def _varied(rows: list[dict[str, Any]]) -> list[str]:
+    """Settings of `_SHOWN` that are not the same in all rows."""
+    return [key for key in _SHOWN if len({str(row["settings"].get(key)) for row in rows}) > 1]
+
+
+def _label(row: dict[str, Any], keys: list[str]) -> str:
+    backend = "" if row["backend"] == "auto" else f"/{row['backend']}"
+    settings = "".join(f", {key} {row['settings'].get(key)}" for key in keys)
+    return f"{row['name']}{backend}{settings}: {row['value']:.4g}"
+
+
+def _draw(axes: Any, rows: list[dict[str, Any]], unit: str, keys: list[str]) -> None:
+    places = range(len(rows))
+    axes.barh(places, [row["value"] for row in rows], color="C0", height=0.6)
+    for name, (marker, color) in _MARKS.items():
+        points = [(row[name], place) for place, row in zip(places, rows, strict=True) if row.get(name) is not None]
+        if points:
+            size = 220 if marker == "|" else 30
+            axes.scatter(*zip(*points, strict=True), marker=marker, s=size, color=color, label=name, zorder=3)
+    axes.set_yticks(places, [_label(row, keys) for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit}, {'more' if unit.endswith('/s') else 'less'} is better", fontsize=9)
