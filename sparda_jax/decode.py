@@ -22,7 +22,7 @@ from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
-from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
+from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
 from sparda_jax.pallas_kernels.record_copy import CopySettings, fetch_records, unpack_plan
@@ -139,12 +139,20 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A layer whose blocks are selected and on their way: its cache, the blocks, their slots, the copies' plan."""
+    """A layer whose blocks are selected and on their way.
+
+    Attributes:
+        layer: its cache.
+        blocks: those that it attends to. slot_ids: where they are or will be.
+        copy_plan: what is fetched.
+        scratch: for the next selection ahead, see `select_blocks_with_scratch`.
+    """
 
     layer: LayerState
     blocks: Int[Array, "batch kv_heads width"]
     slot_ids: Int[Array, "batch kv_heads width"]
     copy_plan: Int[Array, "plan"]
+    scratch: Float[Array, "..."] | None
 
 
 def decode_step(
@@ -176,6 +184,7 @@ def decode_step(
     position = step.position
     layers, copies, attended, compared = list(state.layers), [], [], []
     ahead: _Prepared | None = None
+    scratch: Array | None = None
     previous: Projections | None = None
     stream = LayerStream(pools, step.block_table, step.query_block) if plan.fetch is Fetch.STREAM else None
     x = model.embed(tokens[:, None])
@@ -184,7 +193,7 @@ def decode_step(
         k, v, q = projections.k[:, 0], projections.v[:, 0], group_heads(projections.q, config)[:, 0]
         looked_ahead = ahead is not None
         if ahead:
-            ready, ahead = ahead, None
+            ready, scratch, ahead = ahead, ahead.scratch, None
         else:
             k, layer = _finish_window(step, layers[index], k)
             queries = _queries(step, module, projections, previous)
@@ -193,7 +202,8 @@ def decode_step(
             # The keys of layer l + 1 are still those before this token; the blocks that it could change are always
             # selected (docs/semantics.md section 5.4).
             queries = _ahead(step, model.layers[index + 1], projections)
-            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position)
+            # Layer l attends beside this selection, and shares no memory with it.
+            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position, scratch)
             # Tie 2: XLA orders the layer's attention behind the plan; the other way round the plan would get temporary
             # buffers of the layer's, and wait for it.
             q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
@@ -311,6 +321,7 @@ def _prepare(
     pool: Float[Array, "records rows head_dim"],
     queries: Float[Array, "batch kv_heads group head_dim"],
     stored: Int[Array, "batch"],
+    scratch: Float[Array, "..."] | None = None,
 ) -> _Prepared:
     """Selects a layer's blocks, gives them slots, and fetches what is missing.
 
@@ -321,12 +332,13 @@ def _prepare(
         pool: its records on the host.
         queries: what its blocks are scored with.
         stored: tokens per lane whose compressed keys the layer's pages hold.
+        scratch: of the selection before.
     """
     backends, streamed = step.plan.backends, step.plan.streams(index)
     if streamed:
         blocks = newest_blocks(step.query_block, step.config.num_kv_heads)
     else:
-        blocks = _select(step, index, layer, queries, stored)
+        blocks, scratch = _select(step, index, layer, queries, stored, scratch)
         if step.choose:
             blocks = step.choose(index, step.position, blocks)
     residency, slot_ids, copy_plan = plan_residency(
@@ -346,7 +358,7 @@ def _prepare(
             settings=step.plan.copies,
         )
         layer = dataclasses.replace(layer, slots=slots)
-    return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan)
+    return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan, scratch=scratch)
 
 
 def _compare(
@@ -387,23 +399,24 @@ def _select(
     layer: LayerState,
     queries: Float[Array, "batch kv_heads group head_dim"],
     stored: Int[Array, "batch"],
-) -> Int[Array, "batch kv_heads width"]:
+    scratch: Float[Array, "..."] | None,
+) -> tuple[Int[Array, "batch kv_heads width"], Float[Array, "..."] | None]:
     config, mode = step.config, step.plan.mode
     sparse, max_blocks = config.sparse, step.block_table.shape[1]
     limits = {"init_blocks": sparse.init_blocks, "local_blocks": sparse.local_blocks, "width": step.width}
     if mode is Mode.DENSE:
         every = jnp.arange(step.width)
         every = jnp.where(every <= step.query_block[:, None], every, -1)
-        return jnp.broadcast_to(every[:, None], (every.shape[0], config.num_kv_heads, step.width))
+        return jnp.broadcast_to(every[:, None], (every.shape[0], config.num_kv_heads, step.width)), None
     if mode is Mode.RANDOM:
         scores = random_scores(config, index, step.position[:, None], max_blocks)[:, :, 0]
-        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits)
+        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits), None
     if layer.partial_keys is not None and layer.partial_basis is not None:
         scores = partial_key_scores(
             queries[:, :, 0], layer.partial_basis, layer.partial_keys, step.block_table, step.position
         )
-        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits)
-    return select_blocks_decode(
+        return choose_blocks_decode(scores, step.query_block, step.num_selected, **limits), None
+    return select_blocks_with_scratch(
         queries,
         layer.pages,
         step.block_table,
@@ -412,5 +425,6 @@ def _select(
         step.num_selected,
         scorer=Scorer.FORECAST if mode.needs_forecast else Scorer.INFLLM,
         backend=step.plan.backends.block_selection,
+        scratch=scratch,
         **limits,
     )

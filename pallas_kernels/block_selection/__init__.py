@@ -1,6 +1,6 @@
 """Block selection: score compressed keys, pool to 64-token blocks, force init and local blocks, take the top-k."""
 
-from sparda_jax.pallas_kernels.block_selection.decode import select_blocks_decode
+from sparda_jax.pallas_kernels.block_selection.decode import select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import (
     Scorer,
     block_mask,
@@ -18,4 +18,5 @@ __all__ = [
     "pool_to_blocks",
     "select_blocks",
     "select_blocks_decode",
+    "select_blocks_with_scratch",
 ]

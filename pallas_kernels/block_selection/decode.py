@@ -52,6 +52,48 @@ def select_blocks_decode(
         ValueError: shapes or dtypes that don't fit each other; an unknown scorer; a limit below its least; FORECAST
             with several queries per KV head; a backend that is unknown or doesn't take the operands.
     """
+    blocks, _ = select_blocks_with_scratch(
+        queries,
+        pages,
+        block_table,
+        visible,
+        query_block,
+        num_selected,
+        scorer=scorer,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        width=width,
+        backend=backend,
+    )
+    return blocks
+
+
+def select_blocks_with_scratch(
+    queries: Float[Array, "batch kv_heads group head_dim"],
+    pages: Float[Array, "num_pages kv_heads 4 head_dim"],
+    block_table: Int[Array, "batch blocks"],
+    visible: Int[Array, "batch"],
+    query_block: Int[Array, "batch"],
+    num_selected: Int[Array, "batch"],
+    *,
+    scorer: Scorer,
+    init_blocks: int,
+    local_blocks: int,
+    width: int,
+    backend: str | None = None,
+    scratch: Float[Array, "..."] | None = None,
+) -> tuple[Int[Array, "batch kv_heads width"], Float[Array, "..."]]:
+    """`select_blocks_decode` for a program with many selections, which pass the place of their scores on to each other.
+
+    So that place is nobody else's in the whole program. Otherwise XLA gives it away once the blocks are chosen, and
+    what gets it has to wait until then, although it may have nothing to do with the selection.
+
+    Args:
+        scratch: what the selection before returned, of the same shapes, scorer and backend; None for the first one.
+
+    Returns:
+        The blocks, and the scratch to pass on.
+    """
     if scorer not in list(Scorer):
         raise ValueError(f"scorer={scorer!r} is unknown: use one of {', '.join(Scorer)}.")
     scorer = Scorer(scorer)
@@ -76,7 +118,7 @@ def select_blocks_decode(
     chosen = choose_backend(backend, "block_selection", available=available)
     limits = {"init_blocks": init_blocks, "local_blocks": local_blocks, "width": width}
     operands = queries, pages, block_table, visible, query_block, num_selected
-    return _select(*operands, scorer=scorer, backend=chosen, **limits)
+    return _select(*operands, scratch, scorer=scorer, backend=chosen, **limits)
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
@@ -88,14 +130,17 @@ def _select(
     visible: Array,
     query_block: Array,
     num_selected: Array,
+    scratch: Array | None,
     *,
     scorer: Scorer,
     backend: Backend,
     **limits: int,
-) -> Array:
+) -> tuple[Array, Array]:
     if backend is Backend.REFERENCE:
         scores = reference.block_scores_decode(queries, pages, block_table, visible, scorer=scorer)
-        return reference.choose_blocks_decode(scores, query_block, num_selected, **limits)
-    kernels = triton if backend is Backend.TRITON else mosaic_gpu
-    parts = kernels.score_pages(queries, pages, block_table, visible, scorer=scorer)
-    return kernels.top_blocks(parts, visible, query_block, num_selected, **limits)
+        return reference.choose_blocks_decode(scores, query_block, num_selected, **limits), scores
+    if backend is Backend.TRITON:
+        scores = triton.score_pages(queries, pages, block_table, visible, scorer=scorer, scratch=scratch)
+        return triton.top_blocks(scores, visible, query_block, num_selected, **limits), scores
+    scores = mosaic_gpu.score_pages(queries, pages, block_table, visible, scorer=scorer)
+    return mosaic_gpu.top_blocks(scores, visible, query_block, num_selected, **limits), scores

@@ -21,11 +21,20 @@ from sparda_jax.pallas_kernels.block_selection.reference import Scorer
 _TILE_BYTES = 32 * 1024
 
 
-def _call(kernel, *, grid: tuple[int, ...], out_shape, num_warps: int, num_stages: int = 1):
+def _call(
+    kernel,
+    *,
+    grid: tuple[int, ...],
+    out_shape,
+    num_warps: int,
+    num_stages: int = 1,
+    aliases: dict[int, int] | None = None,
+):
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
+        input_output_aliases=aliases or {},
         interpret=interpreting(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
@@ -51,6 +60,7 @@ def score_pages(
     visible: Int[Array, "batch"],
     *,
     scorer: Scorer,
+    scratch: Float[Array, "batch kv_heads 2 blocks"] | None = None,
     pages_per_program: int | None = None,
     num_warps: int = 4,
     pool_pages: int = 64,
@@ -60,6 +70,7 @@ def score_pages(
 
     Args:
         queries, pages, block_table, visible, scorer: as `select_blocks_decode` takes them.
+        scratch: an earlier result, in whose place the Forecast's goes.
         pages_per_program: a power of two, at least 4; by default what makes a tile of 32 KB.
         num_warps: of the programs that read the pages.
         pool_pages, pool_warps: pages a program, a power of two, and warps of InfLLM's second pass.
@@ -67,16 +78,17 @@ def score_pages(
     page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
     tile = pages_per_program or max(4, pl.next_power_of_2(_TILE_BYTES // page_bytes))
     if scorer is Scorer.FORECAST:
-        return _forecast_parts(queries, pages, block_table, visible, tile=tile, num_warps=num_warps)
+        return _forecast_parts(queries, pages, block_table, visible, scratch, tile=tile, num_warps=num_warps)
     weights, stats = _softmax_pieces(queries, pages, block_table, visible, tile=tile, num_warps=num_warps)
     return _pooled_parts(weights, stats, visible, tile=tile, pool_pages=pool_pages, num_warps=pool_warps)
 
 
-def _forecast_parts(queries, pages, block_table, visible, *, tile: int, num_warps: int) -> Array:
+def _forecast_parts(queries, pages, block_table, visible, scratch: Array | None, *, tile: int, num_warps: int) -> Array:
     batch, kv_heads, _, head_dim = queries.shape
     blocks = block_table.shape[1]
 
-    def kernel(q_ref, pages_ref, table_ref, visible_ref, parts_ref):
+    def kernel(q_ref, pages_ref, table_ref, visible_ref, *parts_refs):
+        parts_ref = parts_refs[-1]  # the scratch before it is the same memory
         b = pl.program_id(1)
         visible = visible_ref[b]
         page = pl.program_id(0) * tile + jnp.arange(tile)
@@ -103,7 +115,8 @@ def _forecast_parts(queries, pages, block_table, visible, *, tile: int, num_warp
         grid=(pl.cdiv(blocks, tile), batch),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, 2, blocks), jnp.float32),
         num_warps=num_warps,
-    )(queries, pages, block_table, visible)
+        aliases={} if scratch is None else {4: 0},
+    )(queries, pages, block_table, visible, *(() if scratch is None else (scratch,)))
 
 
 def _softmax_pieces(queries, pages, block_table, visible, *, tile: int, num_warps: int) -> tuple[Array, Array]:

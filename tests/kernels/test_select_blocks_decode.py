@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
+from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from tests.kernels.select_cases import GEOMETRIES, make_case
 from tests.kernels.select_suite import SelectBlocksCompiled, SelectBlocksDecode
 
@@ -34,12 +34,28 @@ def test_forecast_takes_one_query_per_head():
 def test_a_scorer_may_be_given_by_name():
     """As a backend may; a name that is unknown is no scorer."""
     case = make_case(GEOMETRIES[0], Scorer.FORECAST, np.array([2500, 1000, 64]), 1)
-    by_name: Any = inspect.unwrap(select_blocks_decode)
-    found = by_name(*case.operands, scorer="forecast", **case.geometry.limits)
+    by_name: Any = inspect.unwrap(select_blocks_with_scratch)
+    found, _ = by_name(*case.operands, scorer="forecast", **case.geometry.limits)
     expected = select_blocks_decode(*case.operands, scorer=Scorer.FORECAST, **case.geometry.limits)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
     with pytest.raises(ValueError, match="scorer='cosine' is unknown: use one of forecast, infllm"):
         by_name(*case.operands, scorer="cosine", **case.geometry.limits)
+
+
+@pytest.mark.parametrize("scorer", list(Scorer))
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_scratch_passed_on_changes_nothing(backend: str, scorer: Scorer):
+    """What it holds does not matter: NaN as well as the scores of other, longer sequences."""
+    geometry = GEOMETRIES[0]
+    case = make_case(geometry, scorer, np.array([2500, 1000, 64]), 1)
+    shorter = make_case(geometry, scorer, np.array([130, 64, 2000]), 2)
+    options = {"scorer": scorer, "backend": backend, **geometry.limits}
+    first, scratch = select_blocks_with_scratch(*case.operands, **options)
+    second, scratch = select_blocks_with_scratch(*shorter.operands, scratch=scratch, **options)
+    poison = jnp.full_like(scratch, jnp.nan)
+    third, _ = select_blocks_with_scratch(*case.operands, scratch=poison, **options)
+    for found, of in ((first, case), (second, shorter), (third, case)):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(select_blocks_decode(*of.operands, **options)))
 
 
 @pytest.mark.parametrize(
@@ -72,4 +88,4 @@ def test_what_does_not_fit_is_refused(change: dict[str, int | np.ndarray], messa
     arguments |= change
     operands: dict[str, Any] = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(select_blocks_decode)(**operands, scorer=Scorer.FORECAST)
+        inspect.unwrap(select_blocks_with_scratch)(**operands, scorer=Scorer.FORECAST)
