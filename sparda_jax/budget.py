@@ -18,7 +18,7 @@ from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pinning import GIB, pinned_bytes, pinned_limit_for
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
 from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode

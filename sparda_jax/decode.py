@@ -4,13 +4,12 @@ The order of a layer is that of docs/semantics.md sections 4 and 5: in a mode th
 blocks of layer l + 1 as soon as its own projections are there, and the records that layer l + 1 lacks travel while
 layer l attends and runs its MLP. Every other mode fetches for the layer it is in, and waits.
 
-What makes XLA:GPU run the fetch beside the layer is the graph mode of `GPU_OPTIONS` and the two ties marked below
-(docs/performance.md, "Overlap"). The fetch has until the next layer attends, so it may run beside that layer's own
-products, too.
+What makes XLA:GPU run the fetch beside the layer is the graph mode of `decode_plan.GPU_OPTIONS` and the two ties marked
+below (docs/performance.md, "Overlap"). The fetch has until the next layer attends, so it may run beside that layer's
+own products, too.
 """
 
 import dataclasses
-import enum
 from collections.abc import Callable
 
 import jax
@@ -21,103 +20,20 @@ from sparda_jax.cache.append import finish_window, write_partial_key, write_toke
 from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
-from sparda_jax.pallas_kernels.record_copy import CopySettings, fetch_records, unpack_plan
+from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
-from sparda_jax.streaming import STREAM_OPTIONS, LayerStream, min_streaming_slots, newest_blocks
+from sparda_jax.streaming import LayerStream, newest_blocks
 from sparda_jax.telemetry import compare_selections
-
-# Edges of the CUDA graph follow from data alone, so that a copy can run beside a layer. CPUs ignore these.
-GPU_OPTIONS = {
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_enable_latency_hiding_scheduler": False,
-}
-
 
 Choose = Callable[[int, Int[Array, "batch"], Int[Array, "batch kv_heads width"]], Int[Array, "batch kv_heads width"]]
 """(layer, position of the new token, selected blocks) -> the blocks to attend to."""
-
-
-class Fetch(enum.StrEnum):
-    """When the records that a layer lacks are fetched."""
-
-    AHEAD = "ahead"  # while the layer before computes; needs a mode that looks ahead
-    IN_TURN = "in-turn"  # by the layer itself, which waits
-    STREAM = "stream"  # whole layers, each while the one before computes; for dense beyond the slots
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Backends:
-    """Which backend runs each operation of the step; None: the fastest (`choose_backend`)."""
-
-    block_selection: str | None = None
-    residency: str | None = None
-    record_copy: str | None = None
-    sparse_attention: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodePlan:
-    """The static choices of a decode step.
-
-    Attributes:
-        mode: what scores the blocks.
-        fetch: when missing records are fetched.
-        max_len: longest sequence to be served, for the choice of RoPE factors.
-        backends: of the kernels.
-        copies: of the kernel that fetches (`calibrate.calibrate_copies` finds them).
-        compares: also select with each layer's own query, and count what of it the step attends to and copies.
-    """
-
-    mode: Mode
-    fetch: Fetch
-    max_len: int | None = None
-    compares: bool = False
-    backends: Backends = dataclasses.field(default_factory=Backends)
-    copies: CopySettings = dataclasses.field(default_factory=CopySettings)
-
-    def __post_init__(self) -> None:
-        if self.fetch is Fetch.AHEAD and not self.mode.looks_ahead:
-            able = ", ".join(mode.value for mode in Mode if mode.looks_ahead)
-            raise ConfigError(
-                f"fetch={self.fetch.value} needs a mode that looks a layer ahead ({able}), and mode={self.mode.value} "
-                f"does not: use fetch={Fetch.IN_TURN.value}"
-            )
-        if self.fetch is Fetch.STREAM and self.mode is not Mode.DENSE:
-            raise ConfigError(
-                f"fetch={self.fetch.value} brings whole layers, and mode={self.mode.value} attends to selected blocks: "
-                f"use fetch={Fetch.IN_TURN.value}, or mode={Mode.DENSE.value}"
-            )
-
-    @property
-    def compiler_options(self) -> dict[str, str | bool]:
-        """XLA's options for the step's program."""
-        return GPU_OPTIONS | (STREAM_OPTIONS if self.fetch is Fetch.STREAM else {})
-
-    def streams(self, layer: int) -> bool:
-        """Whether a layer's records come as a whole; layer 0 lies in its slots."""
-        return self.fetch is Fetch.STREAM and layer > 0
-
-    def min_slots(self, config: ModelConfig, max_blocks: int) -> int:
-        """Slots per lane and KV head that a layer after the first must have."""
-        if self.fetch is Fetch.STREAM:
-            return min_streaming_slots(config.sparse, max_blocks)
-        return self.list_width(config, max_blocks)
-
-    def list_width(self, config: ModelConfig, max_blocks: int) -> int:
-        """Entries of a block list: a selection, a request below ``dense_len``, or in dense mode everything.
-
-        InfiniGen is never dense, so its lists hold a selection and no more.
-        """
-        if self.mode is Mode.DENSE:
-            return max_blocks
-        never_dense = self.mode is Mode.INFINIGEN
-        return min(config.sparse.num_selected_blocks if never_dense else config.sparse.min_list_width, max_blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from sparda_jax.budget import Demand, MemoryPlan, plan_memory
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.machine import Limits
 from sparda_jax.selection import Mode
 

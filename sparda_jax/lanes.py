@@ -16,7 +16,8 @@ from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import Choose, DecodePlan, Fetch, decode_step
+from sparda_jax.decode import Choose, decode_step
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample

@@ -5,7 +5,7 @@ import logging
 
 from sparda_jax.budget import Demand
 from sparda_jax.calibrate import NO_CALIBRATION, calibrate_copies
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.fit import settle_fetch, shape_for
 from sparda_jax.forward import Skew
 from sparda_jax.lanes import DecodeLanes

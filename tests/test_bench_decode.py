@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from sparda_jax.bench import decode as bench
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from tests.core.support import toy
 
 CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2)

@@ -16,7 +16,7 @@ from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.cache.pool import HostPool
 from sparda_jax.cache.state import CacheShape, empty_state
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.fit import (
     HOST_RESERVE,
     auto_slots,

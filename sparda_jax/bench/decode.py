@@ -20,7 +20,7 @@ from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.machine import read_limits

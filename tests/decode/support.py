@@ -9,7 +9,8 @@ from flax import nnx
 
 from sparda_jax.cache import KVCache
 from sparda_jax.cache.state import CacheShape
-from sparda_jax.decode import DecodePlan, Fetch, decode_step
+from sparda_jax.decode import decode_step
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.forward import Skew, forward
 from sparda_jax.infinigen import calibrate
 from sparda_jax.lanes import DecodeLanes

@@ -16,7 +16,7 @@ import pytest
 
 from sparda_jax.cache.pool import HostPool
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
-from sparda_jax.decode import GPU_OPTIONS
+from sparda_jax.decode_plan import GPU_OPTIONS
 from sparda_jax.pallas_kernels.record_copy import fetch_records
 from sparda_jax.pallas_kernels.residency import Residency, plan_residency
 from sparda_jax.shapes import SHAPES

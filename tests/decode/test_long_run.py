@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sparda_jax.cache.state import CacheShape
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode

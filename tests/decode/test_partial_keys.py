@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparda_jax.cache.state import CacheShape, empty_state
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.selection import Mode, partial_key_scores
 from tests.decode.support import (
     CONFIG,

@@ -11,7 +11,7 @@ from sparda_jax import planned_lanes as module
 from sparda_jax.budget import Demand, plan_memory
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.fit import DEVICE_SPARE, HOST_RESERVE
 from sparda_jax.machine import Bound, Limits
 from sparda_jax.planned_lanes import demand_for, planned_lanes

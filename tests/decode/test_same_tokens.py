@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.selection import Mode
 from tests.decode.support import CONFIG, STEPS, WIDTH, decoded, enter, hidden, make_lanes, run
 

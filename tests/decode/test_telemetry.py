@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from sparda_jax.config import ConfigError
-from sparda_jax.decode import Fetch, decode_step
+from sparda_jax.decode import decode_step
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.model import DecoderLayer
 from sparda_jax.selection import Mode

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparda_jax.cache.state import empty_state
-from sparda_jax.decode import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.model import abstract_decoder
 from sparda_jax.sampling import SamplingParams, SamplingState

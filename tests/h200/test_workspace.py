@@ -11,7 +11,7 @@ from flax import nnx
 from sparda_jax.budget import Demand, decode_workspace, prefill_workspace
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import empty_state
-from sparda_jax.decode import Fetch
+from sparda_jax.decode_plan import Fetch
 from sparda_jax.forward import forward
 from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
 from sparda_jax.lanes import step_and_sample
