@@ -38,7 +38,10 @@ Choose = Callable[[int, Int[Array, "batch"], Int[Array, "batch kv_heads width"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What the layers of one step share; positions and blocks are -1 in idle lanes."""
+    """What the layers of one step share; positions and blocks are -1 in idle lanes.
+
+    Lists have `width` entries, since a lane below ``dense_len`` attends to everything; of them `usual` are in use.
+    """
 
     plan: DecodePlan
     choose: Choose | None
@@ -51,6 +54,7 @@ class _Step:
     written: Int[Array, "batch"]
     block_table: Int[Array, "batch blocks"]
     width: int
+    usual: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,9 @@ def decode_step(
         records, listed = layer.slots, ready.slot_ids
         if stream and plan.streams(index):
             records, listed, q = stream.take(index, layer, ready.slot_ids, q)
-        out = sparse_attention_decode(q, records, listed, position + 1, backend=plan.backends.sparse_attention)
+        out = sparse_attention_decode(
+            q, records, listed, position + 1, usual=step.usual, backend=plan.backends.sparse_attention
+        )
         layers[index], previous = layer, projections
         segments = state.num_lanes * config.num_kv_heads
         missed = ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads)
@@ -196,6 +202,7 @@ def _begin(
         written=state.written,
         block_table=state.block_table.at[jnp.arange(state.num_lanes), begun].set(new_blocks, mode="drop"),
         width=width,
+        usual=width if plan.mode is Mode.DENSE else min(sparse.num_selected_blocks, width),
     )
 
 

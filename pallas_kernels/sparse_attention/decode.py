@@ -16,6 +16,7 @@ def sparse_attention_decode(
     slot_ids: Int[Array, "batch kv_heads width"],
     lengths: Int[Array, "batch"],
     *,
+    usual: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed records (docs/semantics.md section 6).
@@ -34,13 +35,15 @@ def sparse_attention_decode(
         lengths: tokens stored per sequence, int32, the new one included: the last listed record has
             ``(length - 1) % block + 1`` valid rows of each kind. The others and all slots that are not listed may hold
             anything, NaN included.
+        usual: how many records most lists have; None: as many as fit. Only the time depends on it.
         backend: a name of `Backend`, or None for the fastest that runs here.
 
     Returns:
         The heads' outputs in q's dtype; zeros where a list is empty (an idle lane).
 
     Raises:
-        ValueError: the shapes or dtypes don't fit each other, or the backend is unknown or doesn't take them.
+        ValueError: the shapes or dtypes don't fit each other, ``usual`` is below 1, or the backend is unknown or
+            doesn't take them.
     """
     sizes: dict[str, tuple[int, str]] = {}
     check_operands(FLOATS, sizes=sizes, q=(q, "batch kv_heads group head_dim"), slots=(slots, "slots rows head_dim"))
@@ -49,21 +52,20 @@ def sparse_attention_decode(
         raise ValueError(f"slots{list(slots.shape)} are no records: they must have as many V rows as K rows.")
     if slots.dtype != q.dtype:
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
+    if usual is not None and usual < 1:
+        raise ValueError(f"usual={usual} must be at least 1, or None.")
     available = [Backend.REFERENCE, Backend.TRITON]
     if mosaic_gpu.takes(q, slots):
         available.append(Backend.MOSAIC_GPU)
     chosen = choose_backend(backend, "sparse_attention", available=available)
-    return _jitted(q, slots, slot_ids, lengths, backend=chosen)
-
-
-_KERNELS = {
-    Backend.REFERENCE: reference.slot_attention,
-    Backend.TRITON: triton.slot_attention,
-    Backend.MOSAIC_GPU: mosaic_gpu.slot_attention,
-}
+    return _jitted(q, slots, slot_ids, lengths, usual=usual, backend=chosen)
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
-@functools.partial(jax.jit, static_argnames="backend")
-def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, backend: Backend) -> Array:
-    return _KERNELS[backend](q, slots, slot_ids, lengths)
+@functools.partial(jax.jit, static_argnames=("usual", "backend"))
+def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, usual: int | None, backend: Backend) -> Array:
+    if backend is Backend.REFERENCE:
+        return reference.slot_attention(q, slots, slot_ids, lengths)
+    if backend is Backend.TRITON:
+        return triton.slot_attention(q, slots, slot_ids, lengths)
+    return mosaic_gpu.slot_attention(q, slots, slot_ids, lengths, usual=usual)

@@ -76,6 +76,7 @@ def slot_attention(
     run: int = 4,
     stages: int = 3,
     max_ctas: int = 264,
+    usual: int | None = None,
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
 
@@ -83,7 +84,8 @@ def slot_attention(
         part: list positions that are summed up in a row. Results of different `part` or `run` differ by rounding.
         run: parts that are added in a row, before other runs are.
         stages: records in a CTA's ring.
-        max_ctas: a CTA takes as many parts as it needs for the grid to be no larger, if it can.
+        max_ctas: a CTA takes as many parts as it needs for no more CTAs to have work, if it can.
+        usual: as of `sparse_attention_decode`; the CTAs are spread for lists of this length.
     """
     batch, kv_heads, group, head_dim = q.shape
     width = slot_ids.shape[2]
@@ -91,7 +93,8 @@ def slot_attention(
     if rows != group:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     parts = -(-width // part)
-    parts_per_cta = -(-parts // max(1, min(parts, max_ctas // (batch * kv_heads))))
+    usual_parts = -(-min(usual or width, width) // part)
+    parts_per_cta = -(-usual_parts // max(1, min(usual_parts, max_ctas // (batch * kv_heads))))
     # The parts of a run lie in one CTA, or each is a result of its own.
     merged = run if parts_per_cta >= run else 1
     parts_per_cta = -(-parts_per_cta // merged) * merged
@@ -272,6 +275,11 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, split: _Split) -
     results = sums.shape[2]
     runs = -(-results // split.left)
     runs_at_once = min(runs, max(1, _AT_ONCE // split.left))
+    # What a list does not use of its width is not waited for.
+    chunk_width = runs_at_once * split.left * split.positions
+    chunks = jnp.int32(1)
+    for start in range(chunk_width, slot_ids.shape[2], chunk_width):
+        chunks += (slot_ids[lane, head, start] >= 0).astype(jnp.int32)
     shape = (64, 8)
     these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
 
@@ -312,7 +320,7 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, split: _Split) -
         plgpu.layout_cast(jnp.full(shape[1:], _LOWEST, jnp.float32), _ROW_SUMS),
         plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), _ROW_SUMS),
     )
-    acc, _, total = lax.fori_loop(jnp.int32(0), jnp.int32(-(-runs // runs_at_once)), add, init)
+    acc, _, total = lax.fori_loop(jnp.int32(0), chunks, add, init)
     result = acc / lax.broadcast_in_dim(jnp.where(total > 0, total, 1.0), shape, [1])
     out_smem.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()

@@ -20,6 +20,8 @@ from sparda_jax.pallas_kernels.residency import Residency, empty_residency
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK = 2, 16, 128, 64
 WIDTH, INIT_BLOCKS, LOCAL_BLOCKS = 96, 1, 32
+DENSE_WIDTH = 128
+"""Of the lists of a decode step, in which a sequence below 8192 tokens attends to all its blocks."""
 MISSES, SPARE = 10, 32
 RECORD = (2 * BLOCK, HEAD_DIM)
 RECORD_BYTES = 2 * BLOCK * HEAD_DIM * 2
@@ -127,12 +129,16 @@ def selection_and_plan(
     return Chain(step=step, state=_residency(size), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
-def attention(size: Size, attend: Callable[..., jax.Array]) -> Chain:
-    """Calls of ``attend(q, slots, slot_ids, lengths)`` over 96 records."""
+def attention(size: Size, attend: Callable[..., jax.Array], width: int = WIDTH) -> Chain:
+    """Calls of ``attend(q, slots, slot_ids, lengths)`` over 96 records, in lists of ``width`` entries."""
     needed = size.segments * WIDTH
     count = max(4 * needed, size.pool_bytes // RECORD_BYTES)
     lists = _parts(np.random.default_rng(1), count, needed)
-    inputs = [jnp.asarray(next(lists).reshape(size.batch, KV_HEADS, WIDTH)) for _ in range(size.inputs)]
+    unused = ((0, 0), (0, 0), (0, width - WIDTH))
+    inputs = [
+        jnp.asarray(np.pad(next(lists).reshape(size.batch, KV_HEADS, WIDTH), unused, constant_values=-1))
+        for _ in range(size.inputs)
+    ]
     shared = {
         "q": _normal(1, (size.batch, KV_HEADS, GROUP, HEAD_DIM)),
         "slots": _normal(0, (count, *RECORD)),

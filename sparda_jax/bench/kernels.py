@@ -97,6 +97,15 @@ BENCHMARKS = {
         reference={1: 17, 16: 34},
         target={1: 10, 16: 30},
     ),
+    "attention in a step": Benchmark(
+        operations=("sparse_attention",),
+        chain=lambda size, backend: cases.attention(
+            size,
+            partial(sparse_attention_decode, usual=cases.WIDTH, backend=backend),
+            width=cases.DENSE_WIDTH,
+        ),
+        floor=lambda size: 1e6 * size.seconds_for_records,
+    ),
     "fetch": Benchmark(
         operations=("record_copy",),
         chain=lambda size, backend: cases.fetch(size, partial(fetch_records, segments=size.segments, backend=backend)),

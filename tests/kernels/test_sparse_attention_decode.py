@@ -231,8 +231,11 @@ class TestInterpreted(DecodeAttention):
             one, three = (
                 np.asarray(mosaic_gpu.slot_attention(*arrays(case), part=2, max_ctas=max_ctas)) for max_ctas in (2, 6)
             )
+            # Lists that are longer than usual: two CTAs in place of one, and their runs in another order of CTAs.
+            longer = np.asarray(mosaic_gpu.slot_attention(*arrays(case), part=2, max_ctas=2, usual=7))
         assert_close(one[:1], lane_of(case, 0))
         np.testing.assert_array_equal(one, three)
+        np.testing.assert_array_equal(one, longer)
 
 
 @pytest.mark.gpu
@@ -260,6 +263,8 @@ class TestCompiled(DecodeAttention):
             {"max_ctas": 64},
             {"max_ctas": 1024},
             {"max_ctas": 528, "stages": 2},
+            {"usual": 48},
+            {"usual": 1},
         ],
         ids=str,
     )

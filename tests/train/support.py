@@ -79,7 +79,8 @@ def topical_corpus(documents: int, seed: int) -> Corpus:
 
 def make_config(**changes: Any) -> TrainConfig:
     values: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 2, "micro_batch_size": 2, "steps": 4, "save_every": 2}
-    return TrainConfig(**values | {"warmup_steps": 0, "seed": 7} | changes)
+    values |= {"warmup_steps": 0, "seed": 7, **changes}
+    return TrainConfig(**values)
 
 
 def make_rows(config: TrainConfig, model: Decoder, corpus: Corpus | None = None) -> TrainingRows:

@@ -63,12 +63,13 @@ def test_the_queries_of_the_next_layer_as_a_forecast() -> None:
     assert np.isfinite(weights).all()
     stream = rng.standard_normal((2, 5, 32)).astype(np.float32)
     stream[..., 3] = 0
+    x = jnp.asarray(stream)
     positions = jnp.arange(10).reshape(2, 5)
     cos, sin = rope_tables(base.config, positions)
     for index, layer in enumerate(base.layers):
-        before = base.layers[max(index - 1, 0)].input_layernorm(stream)
+        before = base.layers[max(index - 1, 0)].input_layernorm(x)
         found = predict(jnp.asarray(weights[index]), before, positions, base.config)
-        queries = layer.self_attn.project_query(layer.input_layernorm(stream), cos, sin)
+        queries = layer.self_attn.project_query(layer.input_layernorm(x), cos, sin)
         expected = np.asarray(queries).reshape(2, 5, 2, 2, 16).mean(axis=3)
         np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5)
 
