@@ -81,7 +81,7 @@ def load_corpus(
         progress: of the tokenising; not called when the cache has it.
 
     Raises:
-        TrainingError: there is no text, or a file can't be read.
+        TrainingError: there is no text, a file can't be read, or ``cache`` can't be written.
         TokenizerError: the tokenizer can't be read.
     """
     files = find_files(paths)
@@ -96,6 +96,11 @@ def load_corpus(
             # Another process of this run may have been quicker.
             if not (folder / _DESCRIPTION).is_file():
                 raise
+        except OSError as error:
+            raise TrainingError(
+                f"{cache}: the tokenised text can't be kept there ({error}); make room, or name another folder with "
+                "--cache"
+            ) from error
     return _map(folder, fingerprint)
 
 

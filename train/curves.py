@@ -19,7 +19,7 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainingError(
-            "curves need matplotlib, which is not installed: pip install 'sparda-jax[plot]', or read metrics.jsonl"
+            "curves need matplotlib, which is not installed: pip install matplotlib, or read metrics.jsonl"
         ) from error
     return Figure(figsize=(12, 8), layout="constrained")
 

@@ -25,7 +25,7 @@ from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder, apply_rope, rope_tables
 from sparda_jax.model.layers import matmul
 
-TORCH, SAFETENSORS = ".pt", ".safetensors"
+TORCH, SAFETENSORS, SIDECAR = ".pt", ".safetensors", ".json"
 
 
 class Start(enum.StrEnum):
@@ -98,12 +98,16 @@ def check_export(path: Path, *, overwrite: bool) -> None:
     """Refuses what `export` would, before the work is done.
 
     Raises:
-        CheckpointError: the name ends otherwise, or the file exists.
+        CheckpointError: the name ends otherwise, or the file or its sidecar exists.
     """
     if path.suffix not in (TORCH, SAFETENSORS):
         raise CheckpointError(f"{path.name} has to end in {SAFETENSORS}, or in {TORCH} for PyTorch programs")
-    if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} exists; give another name, or --overwrite to replace it")
+    written = (path, path.with_suffix(SIDECAR)) if path.suffix == SAFETENSORS else (path,)
+    for file in written:
+        if file.is_dir():
+            raise CheckpointError(f"{file} is a folder; give another name")
+        if file.exists() and not overwrite:
+            raise CheckpointError(f"{file} exists; give another name, or --overwrite to replace it")
 
 
 def export(

@@ -97,6 +97,8 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     description = open_weights(files.model).config
     config.check_model(description)
     config.check_devices(jax.device_count())
+    if files.resume and not (files.out / CHECKPOINTS).is_dir():
+        raise TrainingError(f"{files.out} holds no checkpoint; start without --resume, or name the --out of a run")
     check_tokenizer(Tokenizer.from_pretrained(files.model), description)
     data = load_data(config, description, files, console)
     base = load_model(files.model, dtype=files.dtype)
@@ -114,6 +116,8 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
         if is_first():
             _record_config(config, files)
         log.begin(int(state.step))
+        if int(state.step) >= config.steps:
+            console.print(f"nothing to train: {int(state.step)} steps are done; a larger --steps goes on")
         state = trainer.run(state, checkpoints)
         log.end()
         _finish(config, files, console, trainer, forward.config, state, checkpoints)
@@ -154,11 +158,13 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
             max_rows=config.validation_rows,
         )
     found = sum(int((batch.segments[:, 0] > 0).sum()) for batch in batches)
+    too_few = config.validation_rows and not found
+    why = f" (of ten documents of {shortest} tokens or more one is held out; --validation names others)"
     pieces = rows.packing.pieces
     console.print(
         f"{len(corpus.lengths)} documents, {corpus.tokens.size:,} tokens: {rows.packing.num_rows:,} rows of "
         f"{config.seq_len}, {rows.filled:.0%} full; {pieces.dropped_tokens:,} tokens in pieces of less than {shortest} "
-        f"left out; validation documents: {found}"
+        f"left out; validation documents: {found}{why if too_few else ''}"
     )
     held_out = hashlib.sha256(f"{corpus.fingerprint} {checked.fingerprint} {documents.tolist()}".encode())
     shares = [own_rows(batch) for batch in batches]

@@ -111,10 +111,17 @@ class Trainer:
 
     def _check(self, record: Record) -> None:
         if wrong := not_finite(record):
+            # What the base alone decides is not finite only where the base is at fault.
+            base = [name for name in wrong if name.startswith(("layer_selector_mass", "layer_teacher_mass"))]
+            way_out = (
+                f"{base[0]} does not depend on the Forecast: look for NaN in the base model, or give --dtype float32"
+                if base
+                else "A lower --learning-rate, in a new --out, is the way on; to begin it with the last checkpoint's "
+                "Forecast, --resume here with that step as --steps and --export-forecast, and --init-forecast there"
+            )
+            named = [*[name for name in wrong if name not in base][:3], *base[:1]]
             raise TrainingError(
-                f"step {record['step']}: {', '.join(wrong)} not finite; nothing of this step is kept. Go on with "
-                "--resume from the last checkpoint and a lower --learning-rate in a new --out (--init-forecast), or "
-                "look for NaN in the base model"
+                f"step {record['step']}: {', '.join(named)} not finite; nothing of this step is kept. {way_out}"
             )
 
 

@@ -47,7 +47,7 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise typer.BadParameter("plots need matplotlib: pip install 'sparda-jax[plot]'.") from None
+        raise typer.BadParameter("plots need matplotlib: pip install matplotlib.") from None
     return Figure(layout="constrained")
 
 

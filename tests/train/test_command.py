@@ -82,6 +82,7 @@ class TestWholeRun:
         )
         assert again.exit_code == 0, again.output
         assert list(read_metrics(out / METRICS_FILE)) == records
+        assert "nothing to train: 4 steps are done" in again.output
         a, b = (open_tensors(path).entries for path in (target, tmp_path / "f.pt"))
         assert a.keys() == b.keys()
         for name in a:
@@ -104,6 +105,13 @@ class TestWholeRun:
         result = call(folder, tmp_path / "out", "--steps", "1", "--validation", str(tmp_path / "validation.txt"))
         assert result.exit_code == 0, result.output
         assert "validation documents: 1" in " ".join(result.output.split())
+
+    def test_too_few_documents_to_hold_one_out(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "one.txt").write_text(" ".join(WORDS * 20))
+        command = arguments(folder, tmp_path / "out", "--steps", "1")
+        command[command.index("--data") + 1] = str(tmp_path / "one.txt")
+        said = " ".join(CliRunner().invoke(app, command).output.split())
+        assert "validation documents: 0 (of ten documents of 193 tokens or more one is held out" in said
 
 
 class TestStopping:
@@ -166,6 +174,19 @@ class TestRefusals:
             command = arguments(folder, tmp_path / "out")
             command[command.index("--data") + 1] = str(tmp_path / f"{name}.txt")
             assert message in error_of(CliRunner().invoke(app, command))
+
+    def test_files_that_the_export_would_replace(self, folder: Path, tmp_path: Path) -> None:
+        """The sidecar, too, before hours of training."""
+        (tmp_path / "f.json").write_text("{}")
+        (tmp_path / "folder.pt").mkdir()
+        export = ("--export-forecast", str(tmp_path / "f.safetensors"))
+        assert "f.json exists; give another name" in self.refused(folder, tmp_path, *export)
+        for_folder = ("--overwrite", "--export-forecast", str(tmp_path / "folder.pt"))
+        assert "folder.pt is a folder" in self.refused(folder, tmp_path, *for_folder)
+
+    def test_nothing_is_made_where_there_is_nothing_to_resume(self, folder: Path, tmp_path: Path) -> None:
+        assert "or name the --out of a run" in self.refused(folder, tmp_path, "--resume")
+        assert not (tmp_path / "out").exists()
 
     def test_a_model_without_weights(self, folder: Path, tmp_path: Path) -> None:
         write_checkpoint(tmp_path, sparse_config=SPARSE)

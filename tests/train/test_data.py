@@ -122,6 +122,11 @@ class TestCorpus:
             load_corpus([folder / "texts"], folder, folder / "cache")
         assert list((folder / "cache").iterdir()) == []
 
+    def test_a_cache_that_cannot_be_written(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(TrainingError, match=r"can't be kept there .*--cache"):
+            load_corpus([folder / "texts"], folder, tmp_path / "file" / "cache")
+
     def test_empty_text(self, folder: Path) -> None:
         (folder / "empty.txt").write_text(" \n ")
         with pytest.raises(TrainingError, match=r"no text in .*empty\.txt"):
