@@ -204,6 +204,17 @@ def test_a_result_file_as_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("rows.xyz", "has to end in .png or .svg"), ("missing/rows.png", "can't be written")]
+)
+def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str, message: str) -> None:
+    row = Row(name="fetch", backend="triton", settings={"batch": 16}, value=48.0, unit="GB/s")
+    write_json(tmp_path / "rows.json", [row], what="kernels", method="by clock", commit="abc")
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}'])
 def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.json").write_text(text)

@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sparda_jax.assets import BUNDLED_MODEL
+
 ROOT = Path(__file__).parents[1]
 LINKED = ("pallas_kernels", "train", "serve")
 LOCKS = ("base", "dev", "cuda", "cuda12", "h200-compiler")
@@ -263,11 +265,12 @@ def test_readme_flags_exist(module: str) -> None:
     assert used <= offered, f"README names options that {module} does not have: {used - offered}"
 
 
-def test_readme_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_readme_python_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """README's Python code, word for word, with the bundled model in place of the one that a reader would have."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 1
-    code, replaced = re.subn(r'from_pretrained\("[^"]*", ', "from_pretrained(", blocks[0])
+    assert len(blocks) == 2
+    code, replaced = re.subn(r'"models/[^"]*"', repr(str(BUNDLED_MODEL)), blocks[number])
     assert replaced == 1
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()

@@ -8,6 +8,7 @@ import typer
 
 # What tells rows of one name apart at a glance; other settings are in the file.
 _SHOWN = ("batch", "misses", "length", "context")
+_PICTURES = (".png", ".svg")
 _MARKS = {"floor": ("|", "black"), "reference": ("x", "C3"), "target": ("D", "C2")}
 
 
@@ -16,6 +17,8 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="Where the picture goes: .png or .svg.")],
 ) -> None:
     """Draw a result file: a bar for each row; marks for the hardware's bound, the published code, the target."""
+    if picture.suffix not in _PICTURES:
+        raise typer.BadParameter(f"{picture} has to end in {' or '.join(_PICTURES)}.")
     try:
         record = json.loads(results.read_text(encoding="utf-8"))
         rows = [row for row in record["rows"] if row["value"] is not None]
@@ -39,7 +42,10 @@ def plot(
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), fontsize=8)
     device, jax_version = record["machine"]["device"], record["versions"].get("jax")
     figure.suptitle(f"{record['what']}: {device}, jax {jax_version}, {record['date']}", fontsize=10)
-    figure.savefig(picture, dpi=130)
+    try:
+        figure.savefig(picture, dpi=130)
+    except OSError as error:
+        raise typer.BadParameter(f"{picture} can't be written: {error}") from None
     typer.echo(f"{picture}: {len(rows)} rows")
 
 
