@@ -209,6 +209,7 @@ class Lanes:
         self._last = np.zeros(len(prompts), np.int32)
         self._lengths = np.zeros(len(prompts), np.int64)
         self._cache: KVCache | None = None
+        self._taken = False
         layers = runner.config.num_layers
         self.stats = [
             GenerationStats(
@@ -222,6 +223,13 @@ class Lanes:
     def finish(self, lane: int) -> None:
         """The lane stops: it takes part in no further step."""
         self._live[lane] = False
+
+    def take_cache(self) -> KVCache:
+        """The batch's cache; what takes it may donate it, so these lanes can't go on."""
+        if self._cache is None:
+            raise ValueError("there is no cache to take: advance the sequence first, and take it once")
+        cache, self._cache, self._taken = self._cache, None, True
+        return cache
 
     def advance(self) -> np.ndarray | None:
         """One prefill chunk (None until the last), or one decode step: the new token of every live lane, else -1."""
@@ -257,6 +265,8 @@ class Lanes:
         return lengths >= self._runner.config.sparse.dense_len
 
     def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> np.ndarray:
+        if self._taken:
+            raise ValueError("the cache has been taken: this sequence can't go on")
         cache, self._cache = self._cache, None
         if cache is None:
             cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(1))
@@ -288,6 +298,14 @@ class Sequence:
     @property
     def stats(self) -> GenerationStats:
         return self._lanes.stats[0]
+
+    def take_cache(self) -> KVCache:
+        """The cache of what went in so far, for `DecodeLanes.enter`; this sequence can't go on.
+
+        Raises:
+            ValueError: nothing has been prefilled, or the cache has been taken.
+        """
+        return self._lanes.take_cache()
 
     def advance(self) -> int | None:
         """One prefill chunk or one decode step: the new token, or None while the prompt is not finished."""

@@ -25,7 +25,7 @@ _BLOCK = 64
 # Less than any logit and finite: the difference of two peaks is never NaN.
 _LOWEST = -1e30
 # How many partial results of a list the second kernel holds in registers.
-_AT_ONCE = 32
+_AT_ONCE = 16
 _ROW_SUMS = plgpu.Layout.WGMMA.reduce(0)
 # 128-byte rows of 8 x 64 tiles, as wgmma reads 16-bit operands.
 _SWIZZLED = (

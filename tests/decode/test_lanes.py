@@ -7,9 +7,11 @@ import pytest
 
 from sparda_jax.config import ConfigError
 from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.generate import Runner
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
+from tests.core.support import tokens
 from tests.decode.support import (
     CAPACITY,
     CONFIG,
@@ -134,3 +136,28 @@ def test_infinigen_needs_a_basis_and_channel_weights() -> None:
     with pytest.raises(ConfigError, match="a cache made for it"):
         lanes.enter(0, dataclasses.replace(cache, layers=layers), token, SamplingParams())
     assert lanes.free_blocks == lanes.shape.num_blocks, "what is refused takes no blocks"
+
+
+def test_what_a_runner_prefilled_goes_on_in_a_lane() -> None:
+    """In its chunks and its bucket of cache: the lane decodes what the runner would have."""
+    mode, count = Mode.SPARDA, 900
+    model, params = toy_of(mode).decoder, SamplingParams(max_tokens=40)
+    prompt = [int(token) for token in tokens(count, 11)]
+    runner = Runner(model, mode=mode, max_model_len=CAPACITY)
+    alone, handed = runner.start(prompt, params), runner.start(prompt, params)
+    with pytest.raises(ValueError, match="no cache to take"):
+        handed.take_cache()
+    while (first := handed.advance()) is None:
+        pass
+    lanes = make_lanes(mode, Fetch.AHEAD, slots=WIDTH + 1)
+    lanes.enter(1, handed.take_cache(), first, params)
+    found = [first, *run(lanes, 39)[1].tolist()]
+    expected: list[int] = []
+    while len(expected) < 40:
+        if (token := alone.advance()) is not None:
+            expected.append(token)
+    assert found == expected
+    with pytest.raises(ValueError, match="the cache has been taken"):
+        handed.advance()
+    with pytest.raises(ValueError, match="no cache to take"):
+        handed.take_cache()

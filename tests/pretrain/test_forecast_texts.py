@@ -57,7 +57,9 @@ def test_the_file_is_the_same_with_any_number_of_processes(data: Path, tmp_path:
     documents = ForecastDocuments.load(data, "train")
     lines = [json.loads(line)["text"] for line in (tmp_path / "one.jsonl").read_text().splitlines()]
     assert lines == [documents.text(CONFIG, number) for number in range(20)]
-    assert len(set(lines)) == 20
+    # Plain texts may be the same: they are pieces of a small corpus.
+    recall = [line for line in lines if "<|im_end|>" in line]
+    assert len(set(recall)) == len(recall) > 0
     with pytest.raises(CheckpointError, match="exists"):
         write_texts(data, tmp_path / "one.jsonl", "train", 1, CONFIG, num_workers=1)
 

@@ -203,7 +203,7 @@ class TestEventFile:
 
 def test_curves_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(TrainingError, match=r"curves need matplotlib.*sparda-jax\[plot\]"):
+    with pytest.raises(TrainingError, match=r"curves need matplotlib.*pip install matplotlib"):
         check_plot()
 
 
