@@ -89,10 +89,14 @@ def select_blocks_with_scratch(
     what gets it has to wait until then, although it may have nothing to do with the selection.
 
     Args:
-        scratch: what the selection before returned, of the same shapes, scorer and backend; None for the first one.
+        scratch: what the selection before returned, float32 and of a shape that is the backend's own; of the same
+            operands' shapes, scorer and backend. What it holds does not matter. None for the first one.
 
     Returns:
         The blocks, and the scratch to pass on.
+
+    Raises:
+        ValueError: as `select_blocks_decode`.
     """
     if scorer not in list(Scorer):
         raise ValueError(f"scorer={scorer!r} is unknown: use one of {', '.join(Scorer)}.")

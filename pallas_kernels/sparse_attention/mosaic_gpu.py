@@ -25,7 +25,7 @@ _BLOCK = 64
 # Less than any logit and finite: the difference of two peaks is never NaN.
 _LOWEST = -1e30
 # How many partial results of a list the second kernel holds in registers.
-_AT_ONCE = 16
+_AT_ONCE = 32
 _ROW_SUMS = plgpu.Layout.WGMMA.reduce(0)
 # 128-byte rows of 8 x 64 tiles, as wgmma reads 16-bit operands.
 _SWIZZLED = (
@@ -275,11 +275,6 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, split: _Split) -
     results = sums.shape[2]
     runs = -(-results // split.left)
     runs_at_once = min(runs, max(1, _AT_ONCE // split.left))
-    # What a list does not use of its width is not waited for.
-    chunk_width = runs_at_once * split.left * split.positions
-    chunks = jnp.int32(1)
-    for start in range(chunk_width, slot_ids.shape[2], chunk_width):
-        chunks += (slot_ids[lane, head, start] >= 0).astype(jnp.int32)
     shape = (64, 8)
     these_columns, these_queries = pl.ds(columns * 64, 64), pl.ds(queries * 8, 8)
 
@@ -320,7 +315,7 @@ def _add_parts(sums, peaks, totals, slot_ids, out, out_smem, *, split: _Split) -
         plgpu.layout_cast(jnp.full(shape[1:], _LOWEST, jnp.float32), _ROW_SUMS),
         plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), _ROW_SUMS),
     )
-    acc, _, total = lax.fori_loop(jnp.int32(0), chunks, add, init)
+    acc, _, total = lax.fori_loop(jnp.int32(0), jnp.int32(-(-runs // runs_at_once)), add, init)
     result = acc / lax.broadcast_in_dim(jnp.where(total > 0, total, 1.0), shape, [1])
     out_smem.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
