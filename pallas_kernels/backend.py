@@ -44,6 +44,7 @@ MEASURED_BEST = {
     "residency": Backend.TRITON,
     "record_copy": Backend.MOSAIC_GPU,
     "sparse_attention": Backend.MOSAIC_GPU,
+    "token_append": Backend.TRITON,
 }
 
 # H100, H200, H20, H800 and GH200 by name: an abstract device has no compute capability.

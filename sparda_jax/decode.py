@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sparda_jax.cache.append import finish_window, write_partial_key, write_token
+from sparda_jax.cache.partial_keys import write_partial_key
 from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
@@ -28,6 +28,7 @@ from sparda_jax.pallas_kernels.compressed_keys import num_windows
 from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
+from sparda_jax.pallas_kernels.token_append import append_token, finish_window, write_token
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
 from sparda_jax.streaming import LayerStream, newest_blocks
 from sparda_jax.telemetry import compare_selections
@@ -128,13 +129,10 @@ def decode_step(
             # buffers of the layer's, and wait for it.
             q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
             ahead = dataclasses.replace(ahead, copy_plan=copy_plan)
-        if looked_ahead:
-            # Only here does the layer wait for its fetch, which the layer's own products have run beside, too.
-            k, layer = _finish_window(step, ready.layer, k)
-            ready = dataclasses.replace(ready, layer=layer)
+        # A layer that was looked at ahead waits for its fetch only here: its own products have run beside it, too.
+        layer = _append(step, ready.layer, k, v, window=looked_ahead, after=ahead.scratch if ahead else None)
         if plan.compares:
-            compared.append(_compare(step, ready, q))
-        layer = write_token(ready.layer, k, v, position, config.sparse.block_size)
+            compared.append(_compare(step, dataclasses.replace(ready, layer=layer), q))
         layer = write_partial_key(layer, k, position, step.block_table)
         records, listed = layer.slots, ready.slot_ids
         if stream and plan.streams(index):
@@ -169,10 +167,55 @@ def _finish_window(
     step: _Step, layer: LayerState, k: Float[Array, "batch kv_heads head_dim"]
 ) -> tuple[Float[Array, "batch kv_heads head_dim"], LayerState]:
     """The cache with the compressed key that the new token may complete, and the token's key to go on with."""
-    layer = finish_window(layer, k, step.position, step.block_table, step.config.sparse)
+    pages = finish_window(
+        layer.pages,
+        layer.slots,
+        k,
+        layer.residency.slot_of_block,
+        step.block_table,
+        step.position,
+        kernel_size=step.config.sparse.kernel_size,
+        kernel_stride=step.config.sparse.kernel_stride,
+        backend=step.plan.backends.token_append,
+    )
     # The window is read from the slots before the token is written to them; else XLA would keep a copy of them.
-    k, pages = jax.lax.optimization_barrier((k, layer.pages))
+    k, pages = jax.lax.optimization_barrier((k, pages))
     return k, dataclasses.replace(layer, pages=pages)
+
+
+def _append(
+    step: _Step,
+    layer: LayerState,
+    k: Float[Array, "batch kv_heads head_dim"],
+    v: Float[Array, "batch kv_heads head_dim"],
+    *,
+    window: bool,
+    after: Float[Array, "..."] | None,
+) -> LayerState:
+    """The cache with the new token, and with the compressed key that it may complete if there is a ``window`` to do.
+
+    With ``after``, the next layer's scores, the layer attends when they are there: both are bound by HBM, and the
+    sooner the scores are done the sooner the next fetch begins. What follows them is short chains of few programs,
+    which attention hides.
+    """
+    backend, slot_of_block = step.plan.backends.token_append, layer.residency.slot_of_block
+    if not window:
+        slots = write_token(layer.slots, k, v, slot_of_block, step.position, backend=backend)
+        return dataclasses.replace(layer, slots=slots)
+    slots, pages = append_token(
+        layer.slots,
+        layer.pages,
+        k,
+        v,
+        slot_of_block,
+        step.block_table,
+        step.position,
+        kernel_size=step.config.sparse.kernel_size,
+        kernel_stride=step.config.sparse.kernel_stride,
+        after=after,
+        backend=backend,
+    )
+    return dataclasses.replace(layer, slots=slots, pages=pages)
 
 
 def _begin(

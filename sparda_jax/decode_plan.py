@@ -31,6 +31,7 @@ class Backends:
     residency: str | None = None
     record_copy: str | None = None
     sparse_attention: str | None = None
+    token_append: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

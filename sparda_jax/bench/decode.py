@@ -226,13 +226,15 @@ class Measured:
 def measure(model: Decoder, case: Case) -> Measured:
     """Times the steps of a case, with its misses and without any."""
     config, dtype = model.config, model.embed_tokens.dtype
-    state = full_state(config, case, dtype)
     shape = case.shape(config)
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     size = (shape.num_blocks * config.num_kv_heads, 2 * config.sparse.block_size, config.head_dim)
     make = jax.jit(functools.partial(jnp.ones, size, dtype), out_shardings=host)
     few = [make() for _ in range(case.pools)]
+    # Through HBM, so before the slots fill it.
     pools = tuple(few[index % len(few)] for index in range(config.num_layers))
+    jax.block_until_ready(pools)
+    state = full_state(config, case, dtype)
     start = int(state.lengths[0])
     misses = None if case.streams else case.misses
     choose = None if misses is None else lists_with(misses, config, shape.max_blocks, start)
