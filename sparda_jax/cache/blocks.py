@@ -21,6 +21,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blocks that `take` can hand out."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -29,12 +30,12 @@ class BlockAllocator:
         Raises:
             MemoryError: there are not that many; none is taken.
         """
-        if count > len(self._free):
+        if count > self.num_free:
             raise MemoryError(
-                f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} in the host pool are free: "
+                f"{count} blocks asked for, {self.num_free} of {self.num_blocks} in the host pool are free: "
                 "finish a request first, or make num_blocks larger"
             )
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._next_free() for _ in range(count)]
         for block in taken:
             self._users[block] = 1
         return taken
@@ -50,16 +51,22 @@ class BlockAllocator:
             self._users[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One user less for each of these blocks.
+        """One user less for each of these blocks of one sequence, which are listed in its order.
 
         Raises:
             ValueError: a block is free already; no count is changed.
         """
         self._check_used(blocks)
-        for block in blocks:
+        for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
-                self._free.append(block)
+                self._last_user_left(block)
+
+    def _next_free(self) -> int:
+        return self._free.pop()
+
+    def _last_user_left(self, block: int) -> None:
+        self._free.append(block)
 
     def _check_used(self, blocks: Sequence[int]) -> None:
         for block in blocks:
