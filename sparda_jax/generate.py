@@ -125,9 +125,22 @@ class Runner:
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
 
-    def start(self, prompt: Seq[int], params: SamplingParams) -> "Sequence":
-        """A request of its own, to be advanced step by step; errors as :meth:`start_batch`."""
-        return Sequence(self.start_batch([prompt], [params]))
+    def start(self, prompt: Seq[int], params: SamplingParams, *, prefix: KVCache | None = None) -> "Sequence":
+        """A request of its own, to be advanced step by step.
+
+        Args:
+            prompt: its tokens.
+            params: how it is continued.
+            prefix: a cache of batch 1 that holds the prompt's first tokens already, at least one and not all: prefill
+                goes on behind them. The request takes it over and donates it.
+
+        Raises:
+            ValueError: what :meth:`start_batch` names, or a ``prefix`` that is no such cache.
+        """
+        lanes = self.start_batch([prompt], [params])
+        if prefix is not None:
+            lanes.go_on_from(prefix)
+        return Sequence(lanes)
 
     def start_batch(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> "Lanes":
         """A ragged batch that advances together.
@@ -220,6 +233,16 @@ class Lanes:
             for _ in prompts
         ]
 
+    def go_on_from(self, prefix: KVCache) -> None:
+        """The one prompt of this batch is prefilled as far as ``prefix`` goes; see :meth:`Runner.start`."""
+        lengths, prompt = np.asarray(prefix.lengths), int(self.prompt_tokens[0])
+        if lengths.shape != (1,) or not 0 < lengths[0] < prompt:
+            raise ValueError(
+                f"prefix holds {lengths.tolist()} tokens: it must be one sequence, of at least one token and fewer "
+                f"than the prompt's {prompt}"
+            )
+        self.prefilled, self._lengths, self._cache = int(lengths[0]), lengths.astype(np.int64), prefix
+
     def finish(self, lane: int) -> None:
         """The lane stops: it takes part in no further step."""
         self._live[lane] = False
@@ -244,7 +267,8 @@ class Lanes:
         runner, batch = self._runner, len(self._prompts)
         start = self.prefilled
         reach = min(longest, start + runner.prefill_chunks[-1])
-        size = runner.chunk_for(batch, longest - start, runner.capacity_for(reach))
+        capacity = max(runner.capacity_for(reach), self._cache.capacity if self._cache else 0)
+        size = runner.chunk_for(batch, longest - start, capacity)
         tokens = np.zeros((batch, size), np.int32)
         for lane, prompt in enumerate(self._prompts):
             piece = prompt[start : start + size]

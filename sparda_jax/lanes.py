@@ -1,8 +1,12 @@
-"""Decode lanes over the offload cache: sequences enter, all lanes advance token by token, sequences leave."""
+"""Decode lanes over the offload cache: sequences enter, all lanes advance token by token, sequences leave.
+
+A sequence can also give up its lane and wait (`DecodeLanes.park`), go on in any lane (`resume`), begin to wait without
+a lane (`adopt`), and share the blocks of a prefix with others (``shared``, `DecodeLanes.prefix`).
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +14,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from sparda_jax.cache.admission import admit
+from sparda_jax.cache.admission import admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
+from sparda_jax.cache.parking import Parked, put_input, seat, take_input
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
-from sparda_jax.config import ConfigError
 from sparda_jax.decode import Choose, decode_step
-from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan
 from sparda_jax.forward import Skew
+from sparda_jax.lane_checks import check_lanes, check_sequence, check_sharing
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
-from sparda_jax.selection import Mode
 from sparda_jax.telemetry import DecodeStats, HostClock
 
 
@@ -46,10 +50,12 @@ class DecodeLanes:
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer; needed in that mode only.
         sample_every: every so many steps, one step also selects with each layer's own query (a second program, compiled
             then), and the next one is taken twice to find its exposed wait (the host waits for both). None: never.
+        blocks: who says which blocks of the pool are in use; None: an allocator of the lanes' own.
 
     Raises:
         ConfigError: the slots can't hold what one step selects, the mode needs a Forecast or a basis that is not
-            there, ``sample_every`` is below 2, or whole layers are streamed and ``sample_every`` is given.
+            there, ``sample_every`` is below 2, whole layers are streamed and ``sample_every`` is given, or ``blocks``
+            has not the pool's size.
     """
 
     def __init__(
@@ -60,35 +66,17 @@ class DecodeLanes:
         skew: Skew | None = None,
         *,
         sample_every: int | None = None,
+        blocks: BlockAllocator | None = None,
     ):
+        check_lanes(model, shape, plan, skew, sample_every, blocks)
         config = model.config
-        if plan.mode.needs_forecast and not model.has_forecast:
-            raise ConfigError(
-                f"mode={plan.mode.value} needs a Forecast, and this checkpoint carries none: add one with "
-                "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
-            )
-        if plan.mode is Mode.INFINIGEN and skew is None:
-            raise ConfigError("mode=infinigen needs a calibrated basis (`calibrate`), and none was given")
-        if sample_every is not None and sample_every < 2:
-            raise ConfigError(f"sample_every={sample_every} is not allowed: use 2 or more, or None for no samples")
-        if sample_every is not None and plan.fetch is Fetch.STREAM:
-            raise ConfigError(
-                f"sample_every={sample_every} compares selections, and fetch={plan.fetch.value} has none: use None"
-            )
-        least = plan.min_slots(config, shape.max_blocks)
-        if min(shape.slots_of(layer) for layer in range(config.num_layers)) < least:
-            beyond = plan.mode is Mode.DENSE and plan.fetch is Fetch.IN_TURN
-            or_stream = f", or fetch={Fetch.STREAM.value}" if beyond else ""
-            raise ConfigError(
-                f"slots_per_lane={shape.slots_per_lane} cannot hold the {least} blocks that a step of "
-                f"mode={plan.mode.value} with fetch={plan.fetch.value} reads in slots: use {least} or more{or_stream}"
-            )
+        self.blocks = BlockAllocator(shape.num_blocks) if blocks is None else blocks
+        """Which blocks of the host pool are in use."""
         self.config, self.shape, self.plan = config, shape, plan
         self._device = next(iter(model.embed_tokens.devices()))
         dtype = model.embed_tokens.dtype
         host = jax.sharding.SingleDeviceSharding(self._device, memory_kind="pinned_host")
         self._pool = HostPool(config, shape, dtype, host, plan.backends.record_copy)
-        self._allocator = BlockAllocator(shape.num_blocks)
         state = empty_state(config, shape, dtype, partial_channels=plan.mode.partial_channels(config))
         self._state: DecodeState = jax.device_put(state, self._device)
         self._skew = jax.device_put(skew, self._device)
@@ -96,11 +84,14 @@ class DecodeLanes:
         self._sampling = jax.device_put(SamplingState.of([SamplingParams()] * shape.lanes), self._device)
         self._no_blocks = jnp.full(shape.lanes, -1, jnp.int32, device=self._device)
         self._lanes: list[_Lane | None] = [None] * shape.lanes
+        self._parked: set[Parked] = set()
         self._graphdef, self._weights = nnx.split(model)
         self._step = self._program(plan)
         self._comparing_step = self._program(dataclasses.replace(plan, compares=True))
         self._sample_every, self._steps, self._compared, self._clock = sample_every, 0, 0, HostClock()
         self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
+        self._write_pages = jax.jit(functools.partial(write_pages, config=config), donate_argnums=0)
+        self._seat = jax.jit(functools.partial(seat, backend=plan.backends.record_copy), donate_argnums=0)
         self.copies: Int[Array, "layers batch kv_heads"] | None = None
         """Records that the last step copied, per layer, lane and KV head."""
 
@@ -111,15 +102,25 @@ class DecodeLanes:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the host pool that no lane uses."""
-        return self._allocator.num_free
+        """Blocks of the host pool that no sequence uses."""
+        return self.blocks.num_free
 
     def length(self, lane: int) -> int:
         """Tokens stored in a lane; 0 for an empty one."""
         entry = self._lanes[lane]
         return entry.length if entry else 0
 
-    def enter(self, lane: int, cache: KVCache, first_token: int, params: SamplingParams) -> None:
+    def written_blocks(self, lane: int) -> list[int]:
+        """The physical blocks of a lane that the host pool holds whole, in order; none of an empty lane.
+
+        Whatever is launched from now on finds them there, so the host need not wait.
+        """
+        entry = self._lanes[lane]
+        return entry.blocks[: entry.length // self.config.sparse.block_size] if entry else []
+
+    def enter(
+        self, lane: int, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()
+    ) -> None:
         """Gives an empty lane a prefilled sequence.
 
         Args:
@@ -127,42 +128,115 @@ class DecodeLanes:
             cache: the sequence, of batch 1.
             first_token: the token that follows it: the input of the lane's first step.
             params: how its tokens are sampled.
+            shared: the physical blocks that hold the sequence's first whole blocks already, in order. The caller's use
+                of them passes to the lane, which gives them back with its own.
 
         Raises:
-            ValueError: the lane is in use, or the sequence is empty or longer than a lane can be.
-            ConfigError: InfiniGen's lanes were given a cache without channel weights.
+            ValueError: the lane is in use, the sequence is empty or longer than a lane can be, or it has fewer whole
+                blocks than are shared.
+            ConfigError: InfiniGen's lanes were given a cache without channel weights, or shared blocks.
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
-        if self._lanes[lane] is not None:
-            raise ValueError(f"lane {lane} is in use: leave it first")
-        block_size = self.config.sparse.block_size
-        length = int(cache.lengths[0])
-        if not 0 < length < self.shape.max_blocks * block_size:
-            raise ValueError(
-                f"a sequence of {length} tokens was given: a lane takes 1 to "
-                f"{self.shape.max_blocks * block_size - 1} (max_blocks={self.shape.max_blocks})"
+        self._check_empty(lane)
+        blocks, ids = self._store(cache, shared)
+        self._state = self._admit(self._state, cache, jnp.int32(lane), ids, jnp.int32(len(shared)), skew=self._skew)
+        self._put_input(lane, jnp.int32(first_token), SamplingState.of([params]))
+        self._lanes[lane] = _Lane(length=int(cache.lengths[0]), blocks=blocks)
+
+    def adopt(self, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()) -> Parked:
+        """Takes a prefilled sequence that has no lane yet; arguments and errors are those of `enter`."""
+        blocks, ids = self._store(cache, shared)
+        self._state, basis = self._write_pages(self._state, cache, ids, jnp.int32(len(shared)), skew=self._skew)
+        return self._wait(
+            Parked(
+                length=int(cache.lengths[0]),
+                blocks=tuple(blocks),
+                token=jnp.int32(first_token),
+                sampling=SamplingState.of([params]),
+                partial_basis=basis,
             )
-        if self._skew is not None and cache.layers[0].channel_weight is None:
-            raise ConfigError("mode=infinigen needs a cache made for it (KVCache.empty(..., infinigen=True))")
-        blocks = self._allocator.take(-(-length // block_size))
+        )
+
+    def park(self, lane: int) -> Parked:
+        """Empties a lane whose sequence is to go on later; its blocks stay in use.
+
+        Raises:
+            ValueError: the lane is empty.
+        """
+        entry = self._lanes[lane]
+        if entry is None:
+            raise ValueError(f"lane {lane} is empty: there is nothing to park")
         self._clock.interrupted()
-        ids = np.zeros(cache.capacity // block_size, np.int32)
-        ids[: len(blocks)] = blocks
-        self._pool.store(cache, ids, length // block_size)
-        self._state = self._admit(self._state, cache, jnp.int32(lane), jnp.asarray(ids), skew=self._skew)
-        self._tokens = self._tokens.at[lane].set(first_token)
-        row = SamplingState.of([params])
-        self._sampling = jax.tree.map(lambda all_lanes, one: all_lanes.at[lane].set(one[0]), self._sampling, row)
-        self._lanes[lane] = _Lane(length=length, blocks=blocks)
+        # Every whole block has been written back by the step that finished it.
+        self._pool.write_tail(self._state, lane)
+        bases = tuple(layer.partial_basis for layer in self._state.layers)
+        token, row, basis = take_input(self._tokens, self._sampling, bases, jnp.int32(lane))
+        self._vacate(lane)
+        return self._wait(
+            Parked(length=entry.length, blocks=tuple(entry.blocks), token=token, sampling=row, partial_basis=basis)
+        )
+
+    def resume(self, lane: int, parked: Parked) -> None:
+        """Gives an empty lane a parked sequence, which goes on as if it had never waited.
+
+        Raises:
+            ValueError: the lane is in use, or the sequence does not wait here.
+        """
+        self._check_empty(lane)
+        self._check_waits(parked)
+        self._clock.interrupted()
+        ids = np.zeros(self.shape.max_blocks, np.int32)
+        ids[: len(parked.blocks)] = parked.blocks
+        self._state = self._seat(
+            self._state,
+            self._pool.arrays,
+            jnp.int32(lane),
+            jnp.asarray(ids),
+            jnp.int32(parked.length),
+            parked.partial_basis,
+        )
+        self._put_input(lane, parked.token, parked.sampling)
+        self._parked.remove(parked)
+        self._lanes[lane] = _Lane(length=parked.length, blocks=list(parked.blocks))
+
+    def drop(self, parked: Parked) -> None:
+        """Forgets a parked sequence; its blocks are free at once.
+
+        Raises:
+            ValueError: the sequence does not wait here.
+        """
+        self._check_waits(parked)
+        self._parked.remove(parked)
+        self.blocks.give_back(parked.blocks)
 
     def leave(self, lane: int) -> None:
         """Empties a lane; its blocks are free at once. An empty lane stays empty."""
         entry = self._lanes[lane]
         if entry is None:
             return
-        self._allocator.give_back(entry.blocks)
-        self._state = dataclasses.replace(self._state, live=self._state.live.at[lane].set(False))
-        self._lanes[lane] = None
+        self._vacate(lane)
+        self.blocks.give_back(entry.blocks)
+
+    def prefix(self, blocks: Sequence[int], capacity: int) -> KVCache:
+        """A contiguous cache, of batch 1, that prefill can go on from: what the one that wrote these blocks held.
+
+        Args:
+            blocks: the physical blocks of a sequence's first whole blocks, in order, which the host pool holds.
+            capacity: of the cache, in tokens; each capacity is a program of its own.
+
+        Raises:
+            ValueError: there is no block, or ``capacity`` is no multiple of ``block_size`` or can't hold them.
+            ConfigError: the lanes are InfiniGen's.
+        """
+        check_sharing(blocks, self.plan)
+        block_size = self.config.sparse.block_size
+        if capacity % block_size or not 0 < len(blocks) <= capacity // block_size:
+            raise ValueError(
+                f"capacity={capacity} was given for {len(blocks)} blocks: give at least one block, and a multiple of "
+                f"block_size={block_size} that holds them"
+            )
+        self._clock.interrupted()
+        return self._pool.load(self._state, blocks, capacity)
 
     def step(self) -> Int[Array, "batch"]:
         """Advances every lane in use by one token; returns the new tokens (those of empty lanes mean nothing).
@@ -181,7 +255,7 @@ class DecodeLanes:
         new_blocks = self._no_blocks
         if beginning:
             ids = np.full(self.shape.lanes, -1, np.int32)
-            for (lane, entry), block in zip(beginning, self._allocator.take(len(beginning)), strict=True):
+            for (lane, entry), block in zip(beginning, self.blocks.take(len(beginning)), strict=True):
                 entry.blocks.append(block)
                 ids[lane] = block
             new_blocks = jax.device_put(ids, self._device)
@@ -209,6 +283,41 @@ class DecodeLanes:
             sampled_steps=self._compared,
             clock=self._clock,
         )
+
+    def _check_empty(self, lane: int) -> None:
+        if self._lanes[lane] is not None:
+            raise ValueError(f"lane {lane} is in use: leave it first")
+
+    def _check_waits(self, parked: Parked) -> None:
+        if parked not in self._parked:
+            raise ValueError("parked does not wait here: resume or drop what these lanes parked, and only once")
+
+    def _store(self, cache: KVCache, shared: Sequence[int]) -> tuple[list[int], Int[Array, "blocks"]]:
+        """Takes the blocks of a sequence and writes those that are not shared, the partial one too, to the pool.
+
+        Returns the blocks, and the same ids for each block of the cache's capacity; errors as of `enter`.
+        """
+        length = check_sequence(cache, shared, self.config, self.shape, self.plan)
+        block_size = self.config.sparse.block_size
+        num_blocks = -(-length // block_size)
+        blocks = [*shared, *self.blocks.take(num_blocks - len(shared))]
+        self._clock.interrupted()
+        ids = np.zeros(cache.capacity // block_size, np.int32)
+        ids[:num_blocks] = blocks
+        block_ids = jnp.asarray(ids)
+        self._pool.store(cache, block_ids, len(shared), num_blocks)
+        return blocks, block_ids
+
+    def _put_input(self, lane: int, token: Int[Array, ""], row: SamplingState) -> None:
+        self._tokens, self._sampling = put_input(self._tokens, self._sampling, jnp.int32(lane), token, row)
+
+    def _vacate(self, lane: int) -> None:
+        self._state = dataclasses.replace(self._state, live=self._state.live.at[lane].set(False))
+        self._lanes[lane] = None
+
+    def _wait(self, parked: Parked) -> Parked:
+        self._parked.add(parked)
+        return parked
 
     def _launch(self, new_blocks: Int[Array, "batch"]) -> None:
         """Launches a step, or samples one."""

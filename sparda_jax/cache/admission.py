@@ -1,17 +1,59 @@
-"""A prefilled sequence enters a decode lane: its pages, its tables, and the first blocks in its slots."""
+"""A prefilled sequence comes to decode: its pages, and in a lane its tables and the first blocks in its slots."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.cache.kv import KVCache, LayerCache
 from sparda_jax.cache.records import to_pages, to_records
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.forward import Skew
+from sparda_jax.pallas_kernels.residency import Residency
 from sparda_jax.selection import kept_basis
+
+PartialBasis = tuple[Float[Array, "kv_heads head_dim channels"] | None, ...]
+"""Per layer the columns of InfiniGen's basis that a sequence keeps; None in a layer without partial keys."""
+
+
+def write_pages(
+    state: DecodeState,
+    cache: KVCache,
+    block_ids: Int[Array, "blocks"],
+    shared: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    skew: Skew | None = None,
+) -> tuple[DecodeState, PartialBasis]:
+    """Writes what the device keeps of every block of a sequence, wherever the sequence goes on: pages, partial keys.
+
+    Args:
+        state: the lanes.
+        cache: of batch 1.
+        block_ids: the physical block of each block of ``cache``'s capacity, the partial tail's included.
+        shared: how many blocks, from the first on, have their pages already.
+        config: the model.
+        skew: InfiniGen's calibrated basis, where the lanes keep partial keys.
+
+    Returns:
+        The state, and what the sequence keeps of the basis.
+
+    Raises:
+        ConfigError: the lanes keep partial keys, and the basis or the prompt's channel weights are missing.
+    """
+    place, num_blocks = jnp.arange(block_ids.shape[0]), _num_blocks(cache.lengths[0], config)
+    layers, bases = [], []
+    for index, (layer, stored) in enumerate(zip(state.layers, cache.layers, strict=True)):
+        # The other blocks get an index behind the end: the scatters drop them.
+        physical = jnp.where((place >= shared) & (place < num_blocks), block_ids, layer.pages.shape[0])
+        pages = to_pages(stored.compressed_k, config.sparse.windows_per_block)[0]
+        layer = dataclasses.replace(layer, pages=layer.pages.at[physical].set(pages, mode="drop"))
+        layer, basis = _write_partial_keys(layer, stored, physical, config, skew[index] if skew else None)
+        layers.append(layer)
+        bases.append(basis)
+    return dataclasses.replace(state, layers=tuple(layers)), tuple(bases)
 
 
 def admit(
@@ -19,6 +61,7 @@ def admit(
     cache: KVCache,
     lane: Int[Array, ""],
     block_ids: Int[Array, "blocks"],
+    shared: Int[Array, ""],
     *,
     config: ModelConfig,
     skew: Skew | None = None,
@@ -26,32 +69,37 @@ def admit(
     """Gives ``lane`` to the sequence of a contiguous cache; what the lane held before is forgotten.
 
     The slots get the first blocks, which are always selected, and then the newest ones; the first decode steps fetch
-    what else they select. The whole blocks must lie in the host pool already.
-
-    Args:
-        state: the lanes.
-        cache: of batch 1.
-        lane: which lane.
-        block_ids: the physical block of each block of ``cache``'s capacity, the partial tail's included.
-        config: the model.
-        skew: InfiniGen's calibrated basis, where the lanes keep partial keys.
-
-    Raises:
-        ConfigError: the lanes keep partial keys, and the basis or the prompt's channel weights are missing.
+    what else they select. The whole blocks must lie in the host pool already. Arguments and errors are those of
+    `write_pages`.
     """
-    block_size, length = config.sparse.block_size, cache.lengths[0]
-    num_blocks = (length + block_size - 1) // block_size
-    layers = []
-    for index, (layer, stored) in enumerate(zip(state.layers, cache.layers, strict=True)):
-        # Blocks that the sequence does not have get an index behind the end: the scatters drop them.
-        physical = jnp.where(jnp.arange(block_ids.shape[0]) < num_blocks, block_ids, layer.pages.shape[0])
-        layer = _admit_layer(layer, stored, lane, physical, num_blocks, config)
-        layers.append(_admit_partial_keys(layer, stored, lane, physical, config, skew[index] if skew else None))
-    max_blocks = state.block_table.shape[1]
+    state, bases = write_pages(state, cache, block_ids, shared, config=config, skew=skew)
+    length = cache.lengths[0]
+    layers = tuple(
+        _fill_slots(layer, stored, lane, _num_blocks(length, config), config)
+        for layer, stored in zip(state.layers, cache.layers, strict=True)
+    )
+    return give_lane(dataclasses.replace(state, layers=layers), lane, block_ids, length, bases)
+
+
+def give_lane(
+    state: DecodeState,
+    lane: Int[Array, ""],
+    block_ids: Int[Array, "blocks"],
+    length: Int[Array, ""],
+    bases: PartialBasis,
+) -> DecodeState:
+    """The state whose ``lane`` decodes a sequence, what each layer has in its slots apart."""
+    block_size, max_blocks = state.layers[0].slots.shape[1] // 2, state.block_table.shape[1]
     row = jnp.zeros(max_blocks, jnp.int32).at[jnp.arange(block_ids.shape[0])].set(block_ids, mode="drop")
+
+    def with_basis(layer: LayerState, basis: Array | None) -> LayerState:
+        if layer.partial_basis is None or basis is None:
+            return layer
+        return dataclasses.replace(layer, partial_basis=layer.partial_basis.at[lane].set(basis))
+
     return dataclasses.replace(
         state,
-        layers=tuple(layers),
+        layers=tuple(with_basis(layer, basis) for layer, basis in zip(state.layers, bases, strict=True)),
         block_table=state.block_table.at[lane].set(row),
         lengths=state.lengths.at[lane].set(length),
         live=state.live.at[lane].set(True),
@@ -59,55 +107,72 @@ def admit(
     )
 
 
-def _admit_layer(
-    layer: LayerState, stored: LayerCache, lane: Array, physical: Array, num_blocks: Array, config: ModelConfig
-) -> LayerState:
-    tables, kv_heads = layer.residency, config.num_kv_heads
-    max_blocks, num_slots = tables.slot_of_block.shape[2], tables.block_of_slot.shape[1]
-    pages = to_pages(stored.compressed_k, config.sparse.windows_per_block)[0]
+def give_slots(
+    tables: Residency, lane: Int[Array, ""], block: Int[Array, "offsets"], taken: Bool[Array, "offsets"]
+) -> tuple[Residency, Int[Array, "kv_heads offsets"]]:
+    """Gives the first slots of a lane to these blocks and empties the others.
 
-    # Which block each slot of the lane gets; -1: none. A lane's range is at most the whole sequence long.
-    base, count = tables.base[lane], tables.count[lane]
-    offset = jnp.arange(min(num_slots, max_blocks))
-    newest = num_blocks - count + offset
-    block = jnp.where((num_blocks <= count) | (offset < config.sparse.init_blocks), offset, newest)
-    taken = (offset < count) & (block < num_blocks)
-    records = to_records(stored.k, stored.v, config.sparse.block_size)[0]
-    chosen = records[jnp.clip(block, 0, records.shape[0] - 1)]
-    place = jnp.where(taken, base + offset, num_slots)
+    Args:
+        tables: of one layer.
+        lane: which lane.
+        block: the logical block of each slot, from the lane's first on.
+        taken: which of the slots get theirs: the first few.
+
+    Returns:
+        The tables, and the global slot ids; behind the end where no block is.
+    """
+    kv_heads, max_blocks = tables.slot_of_block.shape[1:]
+    num_slots, base, count = tables.block_of_slot.shape[1], tables.base[lane], tables.count[lane]
     head = jnp.arange(kv_heads)[:, None]
-    slot_ids = place * kv_heads + head
-    slots = layer.slots.at[slot_ids].set(jnp.swapaxes(chosen, 0, 1), mode="drop")
-    own = jnp.where(offset < count, base + offset, num_slots)
-    residency = dataclasses.replace(
+    slot_ids = jnp.where(taken, base + jnp.arange(block.shape[0]), num_slots) * kv_heads + head
+    every = jnp.arange(min(num_slots, max_blocks))  # a lane's range is at most the whole sequence long
+    own = jnp.where(every < count, base + every, num_slots)
+    held = jnp.full(every.shape, -1).at[: block.shape[0]].set(jnp.where(taken, block, -1))
+    tables = dataclasses.replace(
         tables,
         slot_of_block=tables.slot_of_block.at[lane]
         .set(-1)
         .at[lane, head, jnp.where(taken, block, max_blocks)]
         .set(slot_ids, mode="drop"),
-        block_of_slot=tables.block_of_slot.at[head, own].set(jnp.where(taken, block, -1), mode="drop"),
+        block_of_slot=tables.block_of_slot.at[head, own].set(held, mode="drop"),
         referenced=tables.referenced.at[head, own].set(0, mode="drop"),
         # The hand starts at the first empty slot, so nothing is evicted while one is left.
-        hand=tables.hand.at[lane].set(jnp.where(num_blocks < count, num_blocks, 0)),
+        hand=tables.hand.at[lane].set(jnp.sum(taken) % count),
     )
-    pages = layer.pages.at[physical].set(pages, mode="drop")
-    return dataclasses.replace(layer, slots=slots, pages=pages, residency=residency)
+    return tables, slot_ids
 
 
-def _admit_partial_keys(
-    layer: LayerState, stored: LayerCache, lane: Array, physical: Array, config: ModelConfig, skew: Array | None
+def _num_blocks(length: Int[Array, ""], config: ModelConfig) -> Int[Array, ""]:
+    return (length + config.sparse.block_size - 1) // config.sparse.block_size
+
+
+def _fill_slots(
+    layer: LayerState, stored: LayerCache, lane: Array, num_blocks: Array, config: ModelConfig
 ) -> LayerState:
+    """The layer with the first and the newest blocks of a cache in the slots of a lane."""
+    tables = layer.residency
+    count = tables.count[lane]
+    offset = jnp.arange(min(tables.block_of_slot.shape[1], tables.slot_of_block.shape[2]))
+    newest = num_blocks - count + offset
+    block = jnp.where((num_blocks <= count) | (offset < config.sparse.init_blocks), offset, newest)
+    residency, slot_ids = give_slots(tables, lane, block, (offset < count) & (block < num_blocks))
+    records = to_records(stored.k, stored.v, config.sparse.block_size)[0]
+    chosen = records[jnp.clip(block, 0, records.shape[0] - 1)]
+    slots = layer.slots.at[slot_ids].set(jnp.swapaxes(chosen, 0, 1), mode="drop")
+    return dataclasses.replace(layer, slots=slots, residency=residency)
+
+
+def _write_partial_keys(
+    layer: LayerState, stored: LayerCache, physical: Array, config: ModelConfig, skew: Array | None
+) -> tuple[LayerState, Array | None]:
     """InfiniGen's: the sequence keeps the channels that weighed most over its prompt, and all its keys get skewed."""
-    if layer.partial_keys is None or layer.partial_basis is None:
-        return layer
+    if layer.partial_keys is None:
+        return layer, None
     if skew is None or stored.channel_weight is None:
         raise ConfigError("mode=infinigen needs a calibrated basis and a cache made for it")
     basis = kept_basis(config, skew, stored.channel_weight)
     keys = stored.k.astype(jnp.float32)
     kept = jnp.einsum("bhwd,bhdc->bhwc", keys, basis, precision=jax.lax.Precision.HIGHEST)[0]
     pages = kept.reshape(kept.shape[0], physical.shape[0], -1, kept.shape[-1]).swapaxes(0, 1)
-    return dataclasses.replace(
-        layer,
-        partial_keys=layer.partial_keys.at[physical].set(pages.astype(layer.partial_keys.dtype), mode="drop"),
-        partial_basis=layer.partial_basis.at[lane].set(basis[0]),
-    )
+    written = layer.partial_keys.at[physical].set(pages.astype(layer.partial_keys.dtype), mode="drop")
+    return dataclasses.replace(layer, partial_keys=written), basis[0]

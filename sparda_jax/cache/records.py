@@ -28,3 +28,22 @@ def to_pages(
     entries = jnp.pad(compressed_k[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
     entries = entries.reshape(batch, kv_heads, windows // windows_per_block, windows_per_block, head_dim)
     return jnp.swapaxes(entries, 1, 2)
+
+
+def from_records(
+    records: Float[Array, "batch blocks kv_heads rows head_dim"],
+) -> tuple[Float[Array, "batch kv_heads capacity head_dim"], Float[Array, "batch kv_heads capacity head_dim"]]:
+    """The contiguous keys and values of records: `to_records` undone."""
+    batch, blocks, kv_heads, rows, head_dim = records.shape
+    k, v = jnp.split(jnp.swapaxes(records, 1, 2), 2, axis=3)
+    shape = (batch, kv_heads, blocks * rows // 2, head_dim)
+    return k.reshape(shape), v.reshape(shape)
+
+
+def from_pages(
+    pages: Float[Array, "batch blocks kv_heads windows_per_block head_dim"],
+) -> Float[Array, "batch kv_heads windows head_dim"]:
+    """The contiguous compressed keys of pages: `to_pages` undone. The last window ends behind the pages and is zero."""
+    batch, blocks, kv_heads, windows_per_block, head_dim = pages.shape
+    entries = jnp.swapaxes(pages, 1, 2).reshape(batch, kv_heads, blocks * windows_per_block, head_dim)
+    return jnp.pad(entries[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
