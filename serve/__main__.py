@@ -42,8 +42,26 @@ def main(
     ] = "auto",
     max_active: Annotated[
         int | None,
-        typer.Option(help="Sequences generated at the same time; what fits into memory, up to 4, if left out."),
+        typer.Option(
+            "--max-active",
+            "--batch",
+            help="Decode lanes: sequences in one step; what fits, up to 16 on a GPU and 4 on a CPU, if left out.",
+        ),
     ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Blocks in device memory per lane, layer and KV head; as many as fit if left out."),
+    ] = None,
+    host_pool_gib: Annotated[
+        float | None, typer.Option(help="Size of the pinned host pool; all lanes at full length if left out.")
+    ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Keep finished blocks for prompts that begin alike."),
+    ] = True,
+    park_after: Annotated[
+        int, typer.Option(help="Tokens after which a request gives up its lane if another one waits for it.")
+    ] = 256,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 64,
     warm_up_len: Annotated[
         int, typer.Option(help="Compile for sequences up to this many tokens before being ready; 0: nothing.")
@@ -54,6 +72,7 @@ def main(
     stuck_seconds: Annotated[
         float, typer.Option(help="A single step that takes longer turns /health into 503.")
     ] = 300.0,
+    request_seconds: Annotated[float, typer.Option(help="A request that takes longer in all fails.")] = 3600.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's; /health and /metrics."""
@@ -77,6 +96,11 @@ def main(
             long_context=long_context,
             dtype=dtype,
             max_active=max_active,
+            slots=slots,
+            host_pool_gib=host_pool_gib,
+            prefix_cache=prefix_cache,
+            park_after=park_after,
+            request_seconds=request_seconds,
             max_queue=max_queue,
             warm_up_len=warm_up_len,
             drain_seconds=drain_seconds,

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sparda_jax.detokenizer import IncrementalDetokenizer
-from sparda_jax.serve.engine import FinishReason, TokenStream
 from sparda_jax.serve.metrics import TokenClock
+from sparda_jax.serve.requests import FinishReason, TokenStream
 from sparda_jax.serve.stop import StopChecker
 
 

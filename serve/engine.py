@@ -1,27 +1,43 @@
-"""The engine: one thread that owns the model and advances the active sequences in turn.
+"""The engine: one thread that owns the device. It shares lanes, blocks and steps among the requests.
 
-What it promises to the HTTP layer is `Engine`'s public methods and `TokenEvent`; another engine (one that batches
-the sequences of a turn into one program) can replace the inside without touching the outside.
+What it promises to the HTTP layer is `Engine`'s public methods and `TokenEvent`. What it asks of the device is
+`ExecutorLike`; who gets what is the `Scheduler`'s decision. A turn is: admit, park and place, launch a decode step of
+all lanes, run one prefill chunk, and only then read the tokens of the step before. So the device has its next step
+before anybody has looked at the last one; a sequence that has ended takes part in one step more, and that token is
+dropped.
 """
 
 import asyncio
-import collections
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from sparda_jax.sampling import SamplingParams
+from sparda_jax.serve import scheduler
+from sparda_jax.serve.requests import (
+    EngineError,
+    EngineUnavailable,
+    FatalError,
+    FinishReason,
+    Job,
+    QueueFull,
+    RequestRejected,
+    TokenEvent,
+    TokenStream,
+)
+from sparda_jax.serve.scheduler import NeverFits, Phase, Scheduler, Turn
 
 logger = logging.getLogger(__name__)
 
-FinishReason = Literal["stop", "length"]
 # So many requests failing in a row, none succeeding in between, is the device's fault and not the requests'.
 FAILURES_IN_A_ROW = 3
 # An idle engine thread answers within milliseconds; this leaves room for a machine that is out of breath.
 PING_SECONDS = 5.0
+# Reading the device's counts waits for it, so that happens this often at most.
+CACHE_STATS_SECONDS = 1.0
 
 
 class StatsLike(Protocol):
@@ -29,57 +45,33 @@ class StatsLike(Protocol):
 
 
 class SequenceLike(Protocol):
-    """One request in the runner; `sparda_jax.generate.Sequence`."""
+    """One request on the device; `sparda_jax.serve.executor.LaneSequence`."""
 
     @property
     def stats(self) -> StatsLike: ...
 
-    def advance(self) -> int | None: ...
+    @property
+    def prefilled(self) -> int: ...
 
 
-class RunnerLike(Protocol):
-    """What the engine needs of a model; `sparda_jax.generate.Runner`."""
+class ExecutorLike[S: SequenceLike](Protocol):
+    """What the engine needs of the device; `sparda_jax.serve.executor.Executor`."""
 
     max_model_len: int
+    num_lanes: int
+    num_blocks: int
+    block_size: int
+    staging_tokens: int
 
-    def start(self, prompt: Sequence[int], params: SamplingParams) -> SequenceLike: ...
-
-
-class EngineError(Exception):
-    """A request that the engine could not finish; the message is for the client."""
-
-
-class RequestRejected(EngineError):
-    """The runner refuses this request's prompt or parameters: the client's mistake."""
-
-
-class QueueFull(EngineError):
-    """As many requests wait as are allowed to; try again later."""
-
-
-class EngineUnavailable(EngineError):
-    """The engine is starting, shutting down or dead."""
-
-
-class FatalError(Exception):
-    """Raised inside a step when the model itself can't go on (a lost device, a lost pool): it ends the engine."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenEvent:
-    """One new token.
-
-    Attributes:
-        token_id: the token.
-        finish_reason: why this is the last one: ``stop`` for an end-of-sequence token, ``length``; else None.
-        is_end: the token itself is an end-of-sequence token, whose text is not part of the answer.
-        stats: what the sequence has read so far, where `Engine.submit` was asked for it.
-    """
-
-    token_id: int
-    finish_reason: FinishReason | None = None
-    is_end: bool = False
-    stats: dict[str, Any] | None = None
+    def start(self, prompt: Sequence[int], params: SamplingParams) -> S: ...
+    def prefill(self, sequence: S) -> int | None: ...
+    def place(self, lane: int, sequence: S) -> None: ...
+    def park(self, sequence: S) -> None: ...
+    def step(self) -> None: ...
+    def read(self, unread: int = 0) -> list[tuple[S, int]]: ...
+    def fed(self, sequence: S, token: int) -> None: ...
+    def release(self, sequence: S) -> None: ...
+    def cache_stats(self) -> dict[str, tuple[float, str]]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,108 +85,92 @@ class Health:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counts at one moment: sequences running and waiting, with their limits."""
+    """Counts at one moment.
+
+    Attributes:
+        running: admitted requests: those in prefill, in a lane, and between the two.
+        waiting: requests that are not admitted yet.
+        prefilling, decoding, without_lane: the running ones by what they do.
+        free_blocks: blocks of the pool that no admitted request has reserved.
+        max_active: decode lanes. max_queue: how many may wait.
+    """
 
     running: int
     waiting: int
+    prefilling: int
+    decoding: int
+    without_lane: int
+    free_blocks: int
     max_active: int
     max_queue: int
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Job:
-    prompt: list[int]
-    params: SamplingParams
-    ignore_eos: bool
-    with_stats: bool
-    loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[TokenEvent | EngineError] = dataclasses.field(default_factory=asyncio.Queue)
-    sequence: SequenceLike | None = None
-    tokens: int = 0
-    cancelled: bool = False
-
-    def post(self, item: TokenEvent | EngineError) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, item)
-        except RuntimeError:  # the client's event loop has been closed
-            self.cancelled = True
-
-
-class TokenStream(AsyncIterator[TokenEvent]):
-    """The tokens of one sequence; iterating raises the EngineError that ended it early."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._done = False
-
-    async def __anext__(self) -> TokenEvent:
-        if self._done:
-            raise StopAsyncIteration
-        item = await self._job.events.get()
-        if isinstance(item, EngineError):
-            self._done = True
-            raise item
-        self._done = item.finish_reason is not None
-        return item
-
-    def cancel(self) -> None:
-        """The sequence makes no step after the one in progress. Harmless when it has ended."""
-        self._job.cancelled = True
-
-
 class Engine:
-    """Runs sequences on one worker thread: first come, first served, one step of each active sequence per turn.
+    """Runs requests on one worker thread.
 
     Args:
-        runner: the model.
+        executor: the device.
         eos_token_ids: each of them ends a sequence.
-        max_active: sequences that hold a KV cache at the same time.
-        max_queue: sequences that may wait beyond those.
-        stuck_seconds: a single step that takes longer makes `health` report a stuck engine.
+        max_queue: requests that may wait beyond those that the cache has room for.
+        quantum: tokens that a request decodes before it may have to give its lane to one that waits.
+        stuck_seconds: a single turn that takes longer makes `health` report a stuck engine.
+        request_seconds: a request that takes longer in all ends with an error.
         warm_up: called on the engine thread before the first request.
         on_ready: called on the engine thread when the warm-up is done and requests are taken.
         on_failure: called on the engine thread when it ends by an error.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     def __init__(
         self,
-        runner: RunnerLike,
+        executor: ExecutorLike[Any],
         *,
         eos_token_ids: Sequence[int],
-        max_active: int = 4,
         max_queue: int = 64,
+        quantum: int = 256,
         stuck_seconds: float = 300.0,
+        request_seconds: float = 3600.0,
         warm_up: Callable[[], None] | None = None,
         on_ready: Callable[[], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        for name, value, least in (("max_active", max_active, 1), ("max_queue", max_queue, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} is not allowed: it must be at least {least}")
-        self._runner = runner
+        self._executor = executor
         self._eos = frozenset(eos_token_ids)
-        self._max_active, self._max_queue = max_active, max_queue
-        self._stuck_seconds = stuck_seconds
+        self._max_queue = max_queue
+        self._stuck_seconds, self._request_seconds = stuck_seconds, request_seconds
         self._warm_up, self._on_ready, self._on_failure = warm_up, on_ready, on_failure
         self._wake = threading.Condition()
-        self._waiting: collections.deque[_Job] = collections.deque()
-        self._active: list[_Job] = []
+        self._scheduler: Scheduler[Job[Any]] = Scheduler(
+            lanes=executor.num_lanes,
+            num_blocks=executor.num_blocks,
+            block_size=executor.block_size,
+            staging_tokens=executor.staging_tokens,
+            max_queue=max_queue,
+            quantum=quantum,
+        )
+        self._jobs: dict[Job[Any], None] = {}  # an ordered set
+        self._of_sequence: dict[Any, Job[Any]] = {}
         self._state: Literal["starting", "ready", "draining", "dead"] = "starting"
         self._error = "it was closed"
         self._closing = False
         self._pings = self._pongs = 0
-        self._step_started: float | None = None
+        self._turn_started: float | None = None
         self._failures_in_a_row = 0
+        self._cache_stats: dict[str, tuple[float, str]] = {}
+        self._cache_stats_at = 0.0
+        self._cache_stats_due = True
         self._thread = threading.Thread(target=self._run, name="sparda-engine", daemon=True)
 
     @property
     def max_model_len(self) -> int:
-        return self._runner.max_model_len
+        return self._executor.max_model_len
 
     @property
     def capacity(self) -> int:
         """Sequences that one request may ask for at most: a larger one could never be taken."""
-        return self._max_active + self._max_queue
+        return self._executor.num_lanes + self._max_queue
 
     @property
     def is_running(self) -> bool:
@@ -212,9 +188,13 @@ class Engine:
 
         Raises:
             QueueFull: too many wait already.
+            RequestRejected: it could never fit into the cache.
             EngineUnavailable: the engine is not ready, or takes nothing new.
         """
-        job = _Job(
+        room = max(self.max_model_len - len(prompt_ids), 1)
+        job: Job[Any] = Job(
+            prompt_tokens=len(prompt_ids),
+            max_tokens=min(params.max_tokens, room),
             prompt=list(prompt_ids),
             params=params,
             ignore_eos=ignore_eos,
@@ -224,15 +204,19 @@ class Engine:
         with self._wake:
             if self._state != "ready":
                 raise EngineUnavailable(self._unavailable())
-            waiting = sum(not other.cancelled for other in self._waiting)
-            if waiting - (self._max_active - len(self._active)) >= self._max_queue:
-                raise QueueFull(f"{waiting} requests are waiting, {self._max_queue} may (--max-queue); try again later")
-            self._waiting.append(job)
+            self._forget_cancelled_waiting()
+            try:
+                self._scheduler.submit(job)
+            except scheduler.QueueFull as error:
+                raise QueueFull(str(error)) from error
+            except (NeverFits, ValueError) as error:
+                raise RequestRejected(str(error)) from error
+            self._jobs[job] = None
             self._wake.notify()
         return TokenStream(job)
 
     async def health(self) -> Health:
-        """Asks the engine thread itself: an idle one must answer, a busy one must be within its step's time."""
+        """Asks the engine thread itself: an idle one must answer, a busy one must be within its turn's time."""
         with self._wake:
             state = self._state
             self._pings += 1
@@ -244,7 +228,7 @@ class Engine:
             return Health(ok=False, status=state, detail=self._unavailable())
         asked = time.monotonic()
         while self._pongs < ping and self._thread.is_alive():
-            started, now = self._step_started, time.monotonic()
+            started, now = self._turn_started, time.monotonic()
             if started is not None:
                 if now - started > self._stuck_seconds:
                     return Health(ok=False, status="stuck", detail=f"one step has taken {now - started:.0f} s so far")
@@ -258,10 +242,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._wake:
-            waiting = sum(not job.cancelled for job in self._waiting)
+            waiting = sum(job.phase is Phase.WAITING and not job.cancelled for job in self._jobs)
+            phases = self._scheduler
             return EngineStats(
-                running=len(self._active), waiting=waiting, max_active=self._max_active, max_queue=self._max_queue
+                running=phases.running + phases.prefilling + phases.ready + phases.parked,
+                waiting=waiting,
+                prefilling=phases.prefilling,
+                decoding=phases.running,
+                without_lane=phases.ready + phases.parked,
+                free_blocks=phases.free_blocks,
+                max_active=self._executor.num_lanes,
+                max_queue=self._max_queue,
             )
+
+    def cache_stats(self) -> dict[str, tuple[float, str]]:
+        """What the executor says of its cache, at most `CACHE_STATS_SECONDS` old while it works."""
+        return self._cache_stats
 
     def stop_accepting(self) -> None:
         """New requests are refused from now on; those in flight go on."""
@@ -278,13 +274,13 @@ class Engine:
         self.stop_accepting()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if not (self._active or self._waiting):
+            if not self._jobs:
                 return True
             await asyncio.sleep(0.02)
         return not self._abort(EngineUnavailable(f"the server shut down before this request was done ({seconds:g} s)"))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the step in progress, and every request that is left with an error."""
+        """Ends the thread after the turn in progress, and every request that is left with an error."""
         with self._wake:
             self._closing = True
             if self._state != "dead":
@@ -305,12 +301,18 @@ class Engine:
     def _abort(self, error: EngineError) -> int:
         """Ends every request with ``error``; the number of requests that had not been cancelled by their clients."""
         with self._wake:
-            jobs = [job for job in (*self._active, *self._waiting) if not job.cancelled]
+            jobs = [job for job in self._jobs if not job.cancelled]
             for job in jobs:
                 job.cancelled = True
                 job.post(error)
             self._wake.notify()
         return len(jobs)
+
+    def _forget_cancelled_waiting(self) -> None:
+        """Gives the places of cancelled requests in the queue to others at once; call it with the lock."""
+        for job in [job for job in self._jobs if job.cancelled and job.phase is Phase.WAITING]:
+            self._scheduler.cancel(job)
+            del self._jobs[job]
 
     # --- the engine thread ---
 
@@ -325,8 +327,7 @@ class Engine:
             if came_up and self._on_ready is not None:
                 self._on_ready()
             while (turn := self._next_turn()) is not None:
-                for job in turn:
-                    self._step(job)
+                self._take(turn)
         except BaseException as error:  # whatever it was, the clients that wait must hear of it
             logger.exception("the engine thread has stopped")
             self._error = _first_line(error)
@@ -336,68 +337,128 @@ class Engine:
             if self._on_failure is not None:
                 self._on_failure(error)
 
-    def _next_turn(self) -> list[_Job] | None:
-        """Drops cancelled jobs, admits waiting ones, and waits for work if there is none; None: closing."""
-        with self._wake:
-            while True:
+    def _next_turn(self) -> Turn[Job[Any]] | None:
+        """Ends what was cancelled or takes too long, and waits for work if there is none; None: closing."""
+        while True:
+            now = time.monotonic()
+            with self._wake:
                 self._pongs = self._pings
-                for job in [job for job in self._active if job.cancelled]:
-                    job.sequence = None  # and with it the KV cache
-                    self._active.remove(job)
-                for job in [job for job in self._waiting if job.cancelled]:
-                    self._waiting.remove(job)
-                while self._waiting and len(self._active) < self._max_active:
-                    self._active.append(self._waiting.popleft())
+                late = [job for job in self._jobs if now - job.submitted > self._request_seconds and not job.cancelled]
+                over = [*(job for job in self._jobs if job.cancelled), *late]
+            for job in late:
+                job.post(EngineError(f"the request took longer than {self._request_seconds:g} s (--request-seconds)"))
+            for job in over:
+                self._end(job)
+            if not self._jobs and self._cache_stats_due:
+                self._look_at_cache()  # so that an idle engine's numbers are the last ones
+            with self._wake:
                 if self._closing:
                     return None
-                if self._active:
-                    return list(self._active)
-                self._wake.wait()
+                turn = self._scheduler.turn()
+                if turn.prefill or turn.placed or self._scheduler.running:
+                    return turn
+                if self._pongs == self._pings:
+                    self._wake.wait()
 
-    def _step(self, job: _Job) -> None:
+    def _take(self, turn: Turn[Job[Any]]) -> None:
+        executor = self._executor
+        self._turn_started = time.monotonic()
+        try:
+            for _, job in turn.parked:
+                executor.park(job.sequence)
+            for job in turn.admitted:
+                self._guard(job, self._begin)
+            for lane, job in turn.placed:
+                executor.place(lane, job.sequence)
+            with self._wake:
+                jobs = list(self._jobs)
+            for job in jobs:
+                if job.phase is Phase.READY and not job.settled:
+                    executor.park(job.sequence)  # its blocks go to the pool, and staging is free for the next
+                    job.settled = True
+            running = [job for job in jobs if job.phase is Phase.RUNNING]
+            # A step more would be for tokens that nobody asked for, if all have theirs on the way.
+            stepping = any(job.launched + 1 < job.max_tokens for job in running)
+            if stepping:
+                executor.step()
+                for job in running:
+                    job.launched += 1
+                with self._wake:
+                    self._scheduler.stepped(running)
+            if turn.prefill is not None and turn.prefill.phase is Phase.PREFILLING:
+                self._guard(turn.prefill, self._prefill)
+            for sequence, token in executor.read(unread=int(stepping)):
+                if (job := self._of_sequence.get(sequence)) is not None:
+                    self._emit(job, token)
+            self._cache_stats_due = True
+            if time.monotonic() - self._cache_stats_at > CACHE_STATS_SECONDS:
+                self._look_at_cache()
+        finally:
+            self._turn_started = None
+
+    def _look_at_cache(self) -> None:
+        self._cache_stats, self._cache_stats_at = self._executor.cache_stats(), time.monotonic()
+        self._cache_stats_due = False
+
+    def _guard(self, job: Job[Any], action: Callable[[Job[Any]], None]) -> None:
+        """A failure of this request's own; the others and the engine go on."""
         if job.cancelled:
             return
-        self._step_started = time.monotonic()
         try:
-            if job.sequence is None:
-                try:
-                    job.sequence = self._runner.start(job.prompt, job.params)
-                except ValueError as error:
-                    self._finish(job, RequestRejected(str(error)))
-                    return
-            token = job.sequence.advance()
-            if token is not None:
-                self._emit(job, job.sequence, token)
+            action(job)
         except FatalError:
             raise
-        except Exception as error:  # one request's failure; the others and the engine go on
+        except Exception as error:
             logger.exception("a request failed")
             self._failures_in_a_row += 1
-            self._finish(job, EngineError(f"the request failed inside the engine: {_first_line(error)}"))
-        finally:
-            self._step_started = None
+            job.post(EngineError(f"the request failed inside the engine: {_first_line(error)}"))
+            self._end(job)
 
-    def _emit(self, job: _Job, sequence: SequenceLike, token: int) -> None:
+    def _begin(self, job: Job[Any]) -> None:
+        try:
+            job.sequence = self._executor.start(job.prompt, job.params)
+        except ValueError as error:
+            job.post(RequestRejected(str(error)))
+            self._end(job)
+            return
+        self._of_sequence[job.sequence] = job
+        self._report_prefill(job)
+
+    def _prefill(self, job: Job[Any]) -> None:
+        token = self._executor.prefill(job.sequence)
+        self._report_prefill(job)
+        if token is not None:
+            self._emit(job, token)
+
+    def _report_prefill(self, job: Job[Any]) -> None:
+        assert job.sequence is not None
+        if done := job.sequence.prefilled - job.prefilled:
+            with self._wake:
+                self._scheduler.prefilled(job, done)
+
+    def _emit(self, job: Job[Any], token: int) -> None:
+        assert job.sequence is not None
         job.tokens += 1
         self._failures_in_a_row = 0
+        self._executor.fed(job.sequence, token)
         is_end = token in self._eos and not job.ignore_eos
-        full = len(job.prompt) + job.tokens >= self._runner.max_model_len
-        reason: FinishReason | None = (
-            "stop" if is_end else "length" if job.tokens >= job.params.max_tokens or full else None
-        )
-        stats = sequence.stats.to_dict() if job.with_stats else None
+        reason: FinishReason | None = "stop" if is_end else "length" if job.tokens >= job.max_tokens else None
+        stats = job.sequence.stats.to_dict() if job.with_stats else None
         event = TokenEvent(token_id=token, finish_reason=reason, is_end=is_end, stats=stats)
-        if reason is None:
-            job.post(event)
-        else:
-            self._finish(job, event)
+        if reason is not None:
+            self._end(job)
+        # After its lane and blocks are free: who has seen the end finds them so.
+        job.post(event)
 
-    def _finish(self, job: _Job, last: TokenEvent | EngineError) -> None:
-        """Gives up the sequence, with its cache, before the client hears of the end."""
-        job.sequence = None
+    def _end(self, job: Job[Any]) -> None:
+        """Gives up all that a request holds; harmless when it has ended."""
+        if job.sequence is not None:
+            del self._of_sequence[job.sequence]
+            self._executor.release(job.sequence)
+            job.sequence = None
         with self._wake:
-            self._active = [other for other in self._active if other is not job]
-        job.post(last)
+            self._scheduler.cancel(job)
+            self._jobs.pop(job, None)
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from sparda_jax.serve.engine import EngineError, EngineUnavailable, QueueFull, RequestRejected
+from sparda_jax.serve.requests import EngineError, EngineUnavailable, QueueFull, RequestRejected
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 from sparda_jax.chat_template import ReservedArgumentError
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.answers import Answer, merge
-from sparda_jax.serve.engine import Engine, EngineError
+from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from sparda_jax.serve.requests import EngineError
 from sparda_jax.serve.responses import ChatShape, CompletionShape, Envelope, Json, Shape, usage
 from sparda_jax.tokenizer import ChatTemplateError, Tokenizer
 

@@ -15,7 +15,7 @@ from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
-from sparda_jax.serve.memory import MemoryPlan, free_memory
+from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt
 from sparda_jax.serve.report import Report, curl
 from sparda_jax.serve.server import Server, bind, leave, url_of
 from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
@@ -50,6 +50,7 @@ def load(settings: Settings) -> Report:
     )
     shapes = abstract_decoder(model.config, has_forecast=weights.forecast is not None, dtype=model.runner.dtype)
     device = jax.local_devices()[0]
+    plan, limits = plan_server(model.runner, settings)
     ids = [*model.config.eos_token_ids, tokenizer.eos_token_id]
     eos = dict.fromkeys(token_id for token_id in ids if token_id is not None)
     return Report(
@@ -57,7 +58,8 @@ def load(settings: Settings) -> Report:
         runner=model.runner,
         tokenizer=model.tokenizer,
         sampling=sampling,
-        memory=MemoryPlan.of(model.runner, settings.max_active, free_memory(device)),
+        plan=plan,
+        limits=limits,
         num_parameters=sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes))),
         eos_token_ids=tuple(eos),
         device=device,
@@ -78,12 +80,14 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
     url = url_of(listener, settings.host)
     report = load(settings)
     report.print(console)
+    salt = prefix_salt(report.runner, settings.served_name)
+    executor = make_executor(report.runner, report.plan, report.limits, settings, salt)
     started = time.monotonic()
     ready = threading.Event()
     failures: list[BaseException] = []
 
     def prepare() -> None:
-        warm_up(report.runner, settings.warm_up_len, console)
+        warm_up(executor, settings.warm_up_len, console)
 
     def on_ready() -> None:
         ready.set()
@@ -99,11 +103,12 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
             server.should_exit = True
 
     engine = Engine(
-        report.runner,
+        executor,
         eos_token_ids=report.eos_token_ids,
-        max_active=report.memory.max_active,
         max_queue=settings.max_queue,
+        quantum=settings.park_after,
         stuck_seconds=settings.stuck_seconds,
+        request_seconds=settings.request_seconds,
         warm_up=prepare,
         on_ready=on_ready,
         on_failure=on_failure,

@@ -1,92 +1,103 @@
-"""How many sequences fit: sizes of the KV cache against the memory that is free."""
+"""Decode lanes, pool and staging of a server, sized for this machine as ``python -m sparda_jax.plan`` does."""
 
 import dataclasses
-import re
-from pathlib import Path
+import hashlib
 
 import jax
+from flax import nnx
 
+from sparda_jax.budget import MemoryPlan, plan_memory
+from sparda_jax.cache.pinning import GIB
+from sparda_jax.cache.prefix import PrefixBlocks
+from sparda_jax.config import ConfigError
+from sparda_jax.fit import auto_slots, check_fits, gib, largest_batch, settle_fetch
 from sparda_jax.generate import Runner
-from sparda_jax.serve.settings import SettingsError
+from sparda_jax.machine import Bound, Limits, read_limits
+from sparda_jax.planned_lanes import demand_for, planned_lanes
+from sparda_jax.serve.executor import Executor
+from sparda_jax.serve.settings import Settings
 
-DEFAULT_MAX_ACTIVE = 4
-# Left to the allocator, to activations and to the rest of the process.
-SPARE_FRACTION = 0.1
+# Lanes where nobody says how many, as far as they fit.
+DEFAULT_LANES = {"cpu": 4, "gpu": 16}
+# Prompts in prefill beside one of the longest.
+SHORT_PROMPT_TOKENS = 8192
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes, and the number of sequences that they allow.
+def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:
+    """What the server will take, and of what.
 
-    Attributes:
-        bytes_per_token: keys, values and compressed keys of all layers.
-        bytes_per_sequence: a cache at the context limit.
-        workspace_bytes: scores of the largest prefill chunk, and a cache's older half while it grows.
-        free_bytes: what was free after the weights were loaded; None where the device does not tell.
-        max_active: sequences that hold a cache at the same time.
+    Raises:
+        ConfigError: a number can't be used, or it does not fit: which memory, the bytes, and the flags that help.
     """
-
-    bytes_per_token: int
-    bytes_per_sequence: int
-    workspace_bytes: int
-    free_bytes: int | None
-    max_active: int
-
-    @classmethod
-    def of(cls, runner: Runner, wanted: int | None, free_bytes: int | None) -> "MemoryPlan":
-        """Plans for ``wanted`` sequences; None: as many as fit, 4 at most.
-
-        Raises:
-            SettingsError: what is wanted does not fit, or not even one sequence does.
-        """
-        config = runner.config
-        capacity = runner.capacity_for(runner.max_model_len)
-        item = runner.dtype.itemsize
-        rows = config.num_layers * config.num_kv_heads * config.head_dim * item
-        per_token = 2 * rows + rows // config.sparse.kernel_stride
-        per_sequence = per_token * capacity
-        chunk = runner.chunk_for(1, runner.prefill_chunks[-1], capacity)
-        workspace = 4 * config.num_heads * capacity * chunk + per_sequence // 2
-        fits = DEFAULT_MAX_ACTIVE
-        if free_bytes is not None:
-            fits = max(0, int(free_bytes * (1 - SPARE_FRACTION)) - workspace) // per_sequence
-        if fits < (wanted or 1):
-            way_out = f"--max-active {fits} or " if fits else ""
-            raise SettingsError(
-                f"{wanted or 1} sequence(s) of {runner.max_model_len} tokens need "
-                f"{gib((wanted or 1) * per_sequence + workspace)} of KV cache and scores, but only "
-                f"{gib(free_bytes or 0)} of memory are free beside the weights; use {way_out}a smaller --max-model-len"
-            )
-        return cls(
-            bytes_per_token=per_token,
-            bytes_per_sequence=per_sequence,
-            workspace_bytes=workspace,
-            free_bytes=free_bytes,
-            max_active=wanted or min(fits, DEFAULT_MAX_ACTIVE),
+    limits = server_limits(runner)
+    asked = settings.max_active
+    host_pool = None if settings.host_pool_gib is None else int(settings.host_pool_gib * GIB)
+    demand = demand_for(
+        runner.model, mode=runner.mode, max_model_len=runner.max_model_len, batch=asked or 1, host_pool=host_pool
+    )
+    if asked is None:
+        fitting = largest_batch(settle_fetch(demand, limits, settings.slots), limits, settings.slots)
+        demand = dataclasses.replace(demand, batch=max(1, min(DEFAULT_LANES[_platform()], fitting)))
+    demand = settle_fetch(demand, limits, settings.slots)
+    plan = plan_memory(demand, auto_slots(demand, limits) if settings.slots is None else settings.slots)
+    if _platform() == "cpu" and limits.device is not None and plan.host_pool > limits.device.bytes:
+        raise ConfigError(
+            f"host memory: the pool takes {gib(plan.host_pool)}, more than half of what is free "
+            f"({limits.device.source}): use --max-active {max(1, demand.batch // 2)}, --host-pool-gib or a smaller "
+            "--max-model-len"
         )
+    check_fits(plan, limits)
+    return plan, limits
 
 
-def free_memory(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """Free bytes of a device: of a GPU's allocator, or of this host (within its container) for a CPU."""
-    if device.platform == "cpu":
-        return _free_host_memory()
-    stats = device.memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+def server_limits(runner: Runner) -> Limits:
+    """What JAX may use. On a CPU the device's memory is the host's: half for the device's part, half for the pool."""
+    limits = read_limits()
+    if _platform() != "cpu" or limits.host_bound is None:
+        return limits
+    # The weights are loaded already, and a plan counts them.
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(runner.model)))
+    device = Bound(bytes=limits.host_bound.bytes // 2 + weights, source=f"half of {limits.host_bound.source}")
+    return Limits(device=device, host=(), pinned=1 << 62)
 
 
-def _free_host_memory() -> int | None:
-    meminfo = Path("/proc/meminfo")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
-    amounts = [int(match[1]) * 1024] if match else []
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
-        amounts.append(int(text) - int(used.read_text()))
-    return min(amounts) if amounts else None
+def _platform() -> str:
+    return jax.local_devices()[0].platform
 
 
-def gib(count: int) -> str:
-    """A number of bytes for people."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Settings, salt: bytes) -> Executor:
+    """Allocates what was planned; ``salt`` as of `Executor`."""
+    demand = plan.demand
+    blocks = PrefixBlocks(demand.num_blocks)
+    lanes = planned_lanes(
+        runner.model,
+        demand,
+        slots_per_lane=plan.shape.slots_per_lane,
+        limits=limits,
+        skew=runner.skew,
+        blocks=blocks,
+    )
+    return Executor(
+        runner,
+        lanes,
+        blocks,
+        salt=salt if settings.prefix_cache else None,
+        staging_tokens=demand.capacity + min(demand.capacity, SHORT_PROMPT_TOKENS),
+    )
+
+
+def prefix_salt(runner: Runner, weights: str) -> bytes:
+    """Names all that keys and values depend on besides the tokens."""
+    parts = (weights, runner.mode.value, runner.dtype.name, runner.max_model_len, runner.config)
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def describe(plan: MemoryPlan) -> str:
+    """One line for the start-up table."""
+    shape, everything = plan.shape, plan.shape.slots_per_lane >= plan.shape.max_blocks
+    slots = "every block" if everything else f"{shape.slots_per_lane} of {shape.max_blocks} blocks"
+    return (
+        f"{shape.lanes} decode lanes (--max-active), each with slots for {slots} of a sequence (--slots): "
+        f"{gib(plan.first_layer + plan.slots)}; host pool of {shape.num_blocks} blocks (--host-pool-gib): "
+        f"{gib(plan.host_pool)}; prefill {gib(plan.staging)}"
+    )

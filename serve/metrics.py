@@ -1,8 +1,11 @@
 """Prometheus metrics of one server, in a registry of their own."""
 
 import time
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from sparda_jax.serve.engine import Engine
 
@@ -32,12 +35,26 @@ class Metrics:
             buckets=_TIME_PER_TOKEN,
             registry=self.registry,
         )
-        gauges = {
-            "running": ("Sequences being generated.", lambda: engine.stats().running),
-            "queued": ("Sequences that wait.", lambda: engine.stats().waiting),
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "sequences_running": (
+                "Sequences admitted: in prefill, in a lane, or between.",
+                lambda: engine.stats().running,
+            ),
+            "sequences_queued": ("Sequences that wait.", lambda: engine.stats().waiting),
+            "sequences_prefilling": ("Sequences in prefill.", lambda: engine.stats().prefilling),
+            "sequences_decoding": ("Sequences in a decode lane.", lambda: engine.stats().decoding),
+            "sequences_without_lane": (
+                "Prefilled sequences that wait for a lane.",
+                lambda: engine.stats().without_lane,
+            ),
+            "cache_unreserved_blocks": (
+                "Blocks that no admitted request has reserved.",
+                lambda: engine.stats().free_blocks,
+            ),
         }
         for name, (text, read) in gauges.items():
-            Gauge(f"sparda_sequences_{name}", text, registry=self.registry).set_function(read)
+            Gauge(f"sparda_{name}", text, registry=self.registry).set_function(read)
+        self.registry.register(_CacheCollector(engine))
 
     def answered(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
@@ -52,6 +69,18 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format, version 0.0.4."""
         return generate_latest(self.registry)
+
+
+class _CacheCollector(Collector):
+    """What the executor says of its cache: names ending in ``_total`` are counters, the others gauges."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (value, text) in self._engine.cache_stats().items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(f"sparda_{name}", text, value=value)
 
 
 class TokenClock:

@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sparda_jax.budget import MemoryPlan
 from sparda_jax.config import ModelConfig
+from sparda_jax.fit import gib
 from sparda_jax.generate import Runner
+from sparda_jax.machine import Limits
 from sparda_jax.model.rope import rope_frequencies
 from sparda_jax.selection import Mode
-from sparda_jax.serve.memory import MemoryPlan, gib
+from sparda_jax.serve.memory import describe
 from sparda_jax.serve.settings import SamplingDefaults, Settings
 from sparda_jax.tokenizer import Tokenizer
 
@@ -36,7 +39,8 @@ class Report:
     runner: Runner
     tokenizer: Tokenizer
     sampling: SamplingDefaults
-    memory: MemoryPlan
+    plan: MemoryPlan
+    limits: Limits
     num_parameters: int
     eos_token_ids: tuple[int, ...]
     device: jax.Device  # pyright: ignore[reportInvalidTypeForm]
@@ -66,7 +70,7 @@ class Report:
         if runner.mode is not Mode.DENSE:
             yield "selection", selection(config)
         yield "rope", rope(config, runner.max_model_len)
-        yield "memory", self._memory()
+        yield "memory", describe(self.plan)
         yield "end of answer", ", ".join(f"{i} {self._text(i)}" for i in self.eos_token_ids) or "no id: only by length"
         yield (
             "sampling",
@@ -83,14 +87,6 @@ class Report:
             return ""
         found = "has a" if self.runner.mode.needs_forecast else "has no"
         return f" (the default: the checkpoint {found} Forecast)"
-
-    def _memory(self) -> str:
-        plan = self.memory
-        free = "" if plan.free_bytes is None else f", {gib(plan.free_bytes)} free beside the weights"
-        return (
-            f"KV cache {gib(plan.bytes_per_token)} a token, {gib(plan.bytes_per_sequence)} a sequence at the limit, "
-            f"{plan.max_active} at once (--max-active){free}"
-        )
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)

@@ -21,7 +21,11 @@ class Settings:
 
     Attributes:
         mode: None: sparda if there is a Forecast, else sparse.
-        max_active: None: as many sequences as fit into memory, 4 at most.
+        max_active: decode lanes; None: as many as fit into memory, 16 at most on a GPU and 4 on a CPU.
+        slots: blocks of a lane in device memory, per layer and KV head; None: as many as fit.
+        host_pool_gib: size of the host pool; None: every lane at its full length.
+        prefix_cache: whether finished blocks serve later prompts that begin alike.
+        park_after: tokens after which a request gives up its lane if another one waits for it.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready.
     """
 
@@ -35,10 +39,15 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     max_active: int | None = None
+    slots: int | None = None
+    host_pool_gib: float | None = None
+    prefix_cache: bool = True
+    park_after: int = 256
     max_queue: int = 64
     warm_up_len: int = 8192
     drain_seconds: float = 30.0
     stuck_seconds: float = 300.0
+    request_seconds: float = 3600.0
     access_log: bool = False
 
     def __post_init__(self) -> None:
@@ -51,10 +60,24 @@ class Settings:
             ),
             ("--port", self.port, 0 <= self.port <= 65535, "from 0 (any free one) to 65535"),
             ("--max-active", self.max_active, self.max_active is None or self.max_active >= 1, "at least 1"),
+            ("--slots", self.slots, self.slots is None or self.slots >= 1, "at least 1"),
+            (
+                "--host-pool-gib",
+                self.host_pool_gib,
+                self.host_pool_gib is None or (math.isfinite(self.host_pool_gib) and self.host_pool_gib > 0),
+                "a finite number above 0",
+            ),
+            ("--park-after", self.park_after, self.park_after >= 1, "at least 1"),
             ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),
             ("--warm-up-len", self.warm_up_len, self.warm_up_len >= 0, "0 (no warm-up) or more"),
             ("--drain-seconds", self.drain_seconds, _is_duration(self.drain_seconds), "a finite number, 0 or more"),
             ("--stuck-seconds", self.stuck_seconds, _is_duration(self.stuck_seconds), "a finite number, 0 or more"),
+            (
+                "--request-seconds",
+                self.request_seconds,
+                _is_duration(self.request_seconds) and self.request_seconds > 0,
+                "a finite number above 0",
+            ),
             ("--model-name", self.model_name, self.model_name != "", "a name"),
         )
         for option, value, holds, rule in rules:

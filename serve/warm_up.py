@@ -1,6 +1,7 @@
 """Compiles a runner's programs before the first request needs them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sparda_jax.cache import KVCache
 from sparda_jax.generate import Runner
 from sparda_jax.sampling import SamplingParams, SamplingState
+from sparda_jax.serve.executor import Executor
 
 
 def buckets(runner: Runner, max_len: int) -> list[int]:
@@ -21,46 +24,73 @@ def buckets(runner: Runner, max_len: int) -> list[int]:
 
 
 def programs(runner: Runner, max_len: int) -> list[tuple[int, int]]:
-    """(capacity, new tokens) of every step that a lone sequence of up to ``max_len`` tokens can take; 0: decode."""
+    """(capacity, new tokens) of every chunk that a prompt of up to ``max_len`` tokens can be cut into."""
     return [
         (capacity, size)
         for capacity in buckets(runner, max_len)
-        for size in (*dict.fromkeys(runner.chunk_for(1, n, capacity) for n in runner.prefill_chunks), 0)
+        for size in dict.fromkeys(runner.chunk_for(1, n, capacity) for n in runner.prefill_chunks)
     ]
 
 
-def warm_up(runner: Runner, max_len: int, console: Console) -> None:
+def warm_up(executor: Executor, max_len: int, console: Console) -> None:
     """Runs each program once, over a nearly empty cache, showing progress.
 
     Args:
-        runner: its programs are compiled.
+        executor: its programs are compiled; no sequence may be under way.
         max_len: longest sequence to prepare for, in tokens; longer ones compile when they come. 0: nothing.
         console: where the progress goes.
     """
     if not max_len:
         return
+    runner = executor.runner
     todo = programs(runner, max_len)
+    sizes = buckets(runner, max_len)
     if not console.is_terminal:
-        console.print(f"compiling {len(todo)} programs")
+        console.print(
+            f"compiling {len(todo)} programs of prefill, and those of the decode lanes for {len(sizes)} sizes"
+        )
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("compiling", total=len(todo))
-        for _ in _run(runner, todo):
+        task = bar.add_task("compiling", total=len(todo) + len(sizes))
+        for _ in itertools.chain(_prefill(runner, todo), _lanes(executor, sizes)):
             bar.advance(task)
 
 
-def _run(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
+def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
     sampling = SamplingState.of([SamplingParams()])
     sparse, one = np.array([False]), np.array([1], np.int32)
     smaller = None
     for capacity, size in todo:
         if smaller is not None and smaller.capacity < capacity:
             # A full cache of the bucket before grows into this one.
-            lengths = jax.device_put(np.array([smaller.capacity], np.int32), smaller.lengths.sharding)
-            full = dataclasses.replace(smaller, lengths=lengths)
-            runner.advance(full, np.zeros((1, 1), np.int32), one, sparse, sampling, decode=True)
-        tokens = np.zeros((1, size or 1), np.int32)
+            full = _with_length(smaller, smaller.capacity)
+            runner.advance(full, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
         cache = runner.new_cache(1, capacity)
-        _, smaller, _, _ = runner.advance(cache, tokens, one, sparse, sampling, decode=not size)
+        _, smaller, _, _ = runner.advance(cache, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
         yield
+
+
+def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
+    """A sequence of each size enters a lane, decodes, is parked, goes on, is read back, and waits from the start."""
+    lanes, block_size = executor.lanes, executor.block_size
+    greedy = SamplingParams()
+    for capacity in sizes:
+        # Its first step begins a block, and its second one ends none: a block ends where the length is block_size.
+        lanes.enter(0, _with_length(executor.runner.new_cache(1, capacity), block_size - 1), 0, greedy)
+        lanes.step()
+        if executor.shares_prefixes:
+            lanes.prefix(lanes.written_blocks(0)[:1], capacity)
+        lanes.step()
+        parked = lanes.park(0)
+        lanes.resume(0, parked)
+        lanes.step()
+        lanes.leave(0)
+        lanes.drop(lanes.adopt(_with_length(executor.runner.new_cache(1, capacity), 1), 0, greedy))
+        jax.block_until_ready(lanes.copies)
+        yield
+
+
+def _with_length(cache: KVCache, length: int) -> KVCache:
+    lengths = jax.device_put(np.array([length], np.int32), cache.lengths.sharding)
+    return dataclasses.replace(cache, lengths=lengths)

@@ -125,6 +125,16 @@ class Runner:
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
 
+    @property
+    def model(self) -> Decoder:
+        """The weights."""
+        return nnx.merge(self._graphdef, self._state)
+
+    @property
+    def skew(self) -> Skew | None:
+        """InfiniGen's calibrated basis; None in other modes."""
+        return self._skew
+
     def start(self, prompt: Seq[int], params: SamplingParams, *, prefix: KVCache | None = None) -> "Sequence":
         """A request of its own, to be advanced step by step.
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from sparda_jax.cache.admission import admit, write_pages
+from sparda_jax.cache.admission import PartialBasis, admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.parking import Parked, put_input, seat, take_input
@@ -31,7 +31,7 @@ from sparda_jax.telemetry import DecodeStats, HostClock
 
 @dataclasses.dataclass
 class _Lane:
-    """What the host knows of a lane in use: it counts tokens itself, so it never waits for the device."""
+    """What the host knows of a sequence: it counts tokens itself, so it never waits for the device."""
 
     length: int
     blocks: list[int]
@@ -138,24 +138,16 @@ class DecodeLanes:
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
         self._check_empty(lane)
-        blocks, ids = self._store(cache, shared)
+        entry, ids = self._store(cache, shared)
         self._state = self._admit(self._state, cache, jnp.int32(lane), ids, jnp.int32(len(shared)), skew=self._skew)
-        self._put_input(lane, jnp.int32(first_token), SamplingState.of([params]))
-        self._lanes[lane] = _Lane(length=int(cache.lengths[0]), blocks=blocks)
+        self._put_input(lane, *self._input(first_token, params))
+        self._lanes[lane] = entry
 
     def adopt(self, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()) -> Parked:
         """Takes a prefilled sequence that has no lane yet; arguments and errors are those of `enter`."""
-        blocks, ids = self._store(cache, shared)
+        entry, ids = self._store(cache, shared)
         self._state, basis = self._write_pages(self._state, cache, ids, jnp.int32(len(shared)), skew=self._skew)
-        return self._wait(
-            Parked(
-                length=int(cache.lengths[0]),
-                blocks=tuple(blocks),
-                token=jnp.int32(first_token),
-                sampling=SamplingState.of([params]),
-                partial_basis=basis,
-            )
-        )
+        return self._wait(entry, *self._input(first_token, params), basis)
 
     def park(self, lane: int) -> Parked:
         """Empties a lane whose sequence is to go on later; its blocks stay in use.
@@ -172,9 +164,7 @@ class DecodeLanes:
         bases = tuple(layer.partial_basis for layer in self._state.layers)
         token, row, basis = take_input(self._tokens, self._sampling, bases, jnp.int32(lane))
         self._vacate(lane)
-        return self._wait(
-            Parked(length=entry.length, blocks=tuple(entry.blocks), token=token, sampling=row, partial_basis=basis)
-        )
+        return self._wait(entry, token, row, basis)
 
     def resume(self, lane: int, parked: Parked) -> None:
         """Gives an empty lane a parked sequence, which goes on as if it had never waited.
@@ -292,10 +282,10 @@ class DecodeLanes:
         if parked not in self._parked:
             raise ValueError("parked does not wait here: resume or drop what these lanes parked, and only once")
 
-    def _store(self, cache: KVCache, shared: Sequence[int]) -> tuple[list[int], Int[Array, "blocks"]]:
+    def _store(self, cache: KVCache, shared: Sequence[int]) -> tuple[_Lane, Int[Array, "blocks"]]:
         """Takes the blocks of a sequence and writes those that are not shared, the partial one too, to the pool.
 
-        Returns the blocks, and the same ids for each block of the cache's capacity; errors as of `enter`.
+        Returns the sequence, and the block of each block of the cache's capacity; errors as of `enter`.
         """
         length = check_sequence(cache, shared, self.config, self.shape, self.plan)
         block_size = self.config.sparse.block_size
@@ -306,7 +296,11 @@ class DecodeLanes:
         ids[:num_blocks] = blocks
         block_ids = jnp.asarray(ids)
         self._pool.store(cache, block_ids, len(shared), num_blocks)
-        return blocks, block_ids
+        return _Lane(length=length, blocks=blocks), block_ids
+
+    def _input(self, token: int, params: SamplingParams) -> tuple[Int[Array, ""], SamplingState]:
+        # On the lanes' device like what comes out of a lane, so that both go through the same programs.
+        return jax.device_put((jnp.int32(token), SamplingState.of([params])), self._device)
 
     def _put_input(self, lane: int, token: Int[Array, ""], row: SamplingState) -> None:
         self._tokens, self._sampling = put_input(self._tokens, self._sampling, jnp.int32(lane), token, row)
@@ -315,7 +309,8 @@ class DecodeLanes:
         self._state = dataclasses.replace(self._state, live=self._state.live.at[lane].set(False))
         self._lanes[lane] = None
 
-    def _wait(self, parked: Parked) -> Parked:
+    def _wait(self, entry: _Lane, token: Int[Array, ""], row: SamplingState, basis: PartialBasis) -> Parked:
+        parked = Parked(length=entry.length, blocks=tuple(entry.blocks), token=token, sampling=row, partial_basis=basis)
         self._parked.add(parked)
         return parked
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 
 from sparda_jax.budget import Demand
+from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.calibrate import NO_CALIBRATION, calibrate_copies
 from sparda_jax.decode_plan import Fetch
 from sparda_jax.fit import settle_fetch, shape_for
@@ -61,6 +62,7 @@ def planned_lanes(
     copies: CopySettings | None = None,
     skew: Skew | None = None,
     sample_every: int | None = None,
+    blocks: BlockAllocator | None = None,
 ) -> DecodeLanes:
     """Makes lanes that fit this machine; checks that before it allocates anything.
 
@@ -73,7 +75,7 @@ def planned_lanes(
         limits: what the lanes have to fit into; None: what this process may use of this machine.
         copies: settings of the kernel that fetches; None: the fastest, by a short calibration where lanes fetch at all.
         skew: InfiniGen's calibrated basis.
-        sample_every: as of `DecodeLanes`.
+        sample_every, blocks: as of `DecodeLanes`.
 
     Raises:
         ConfigError: it does not fit: a sentence for each memory that is too small, with the bytes and the flags that
@@ -100,4 +102,4 @@ def planned_lanes(
         how,
     )
     plan = dataclasses.replace(plan, copies=copies)
-    return DecodeLanes(model, shape, plan, skew, sample_every=sample_every)
+    return DecodeLanes(model, shape, plan, skew, sample_every=sample_every, blocks=blocks)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from pathlib import Path
@@ -149,28 +150,38 @@ def lists_with(misses: float, config: ModelConfig, blocks: int, start: int) -> A
 def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState:
     """Lanes whose last block has just begun, with random keys, and tables that scatter a lane over the pool."""
     shape, block_size = case.shape(config), config.sparse.block_size
-    normal = jax.jit(lambda like, key: jax.random.normal(key, like.shape, like.dtype), donate_argnums=0)
+    channels = case.plan.mode.partial_channels(config)
+    like = jax.eval_shape(lambda: empty_state(config, shape, dtype, partial_channels=channels))
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def random(key: Array, size: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        """A million numbers over and over: drawing all of them could take several times their room."""
+        numbers = jax.random.normal(key, 1 << 20, dtype)
+        return numbers[jnp.arange(math.prod(size), dtype=jnp.uint32) % numbers.size].reshape(size)
 
     def filled(index: int, layer: LayerState) -> LayerState:
+        """Made in place: with everything empty first, a device full of slots has no room left for their contents."""
         key = jax.random.key(index)
-        layer = jax.tree.map(lambda x: normal(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x, layer)
+        tables = jax.jit(lambda: empty_state(config, shape, dtype).layers[index].residency)()
+        layer = dataclasses.replace(layer, residency=None)
+        layer = dataclasses.replace(jax.tree.map(lambda x: random(key, x.shape, x.dtype), layer), residency=tables)
         if shape.slots_of(index) < shape.max_blocks:
             return layer
         # As layer 0 is after admission: every block in a slot, so that nothing is ever fetched.
         lane, head, block = np.ogrid[: shape.lanes, : config.num_kv_heads, : shape.max_blocks]
         slots = (lane * shape.max_blocks + block) * config.num_kv_heads + head
         held = np.tile(np.arange(shape.max_blocks, dtype=np.int32), (config.num_kv_heads, shape.lanes))
-        residency = dataclasses.replace(
-            layer.residency, slot_of_block=jnp.asarray(slots, jnp.int32), block_of_slot=jnp.asarray(held)
+        tables = dataclasses.replace(
+            tables, slot_of_block=jnp.asarray(slots, jnp.int32), block_of_slot=jnp.asarray(held)
         )
-        return dataclasses.replace(layer, residency=residency)
+        return dataclasses.replace(layer, residency=tables)
 
-    state = empty_state(config, shape, dtype, partial_channels=case.plan.mode.partial_channels(config))
+    state = jax.jit(lambda: dataclasses.replace(empty_state(config, shape, dtype), layers=()))()
     table = np.random.default_rng(0).permutation(shape.num_blocks).reshape(shape.lanes, shape.max_blocks)
     last = shape.max_blocks - 1
     return dataclasses.replace(
         state,
-        layers=tuple(filled(index, layer) for index, layer in enumerate(state.layers)),
+        layers=tuple(filled(index, layer) for index, layer in enumerate(like.layers)),
         block_table=jnp.asarray(table, jnp.int32),
         lengths=jnp.full(shape.lanes, last * block_size, jnp.int32),
         live=jnp.ones(shape.lanes, bool),

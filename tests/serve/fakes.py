@@ -40,58 +40,101 @@ class FakeStats:
 
 
 class FakeSequence:
-    """Prefills `CHUNK` tokens a step, then answers by `ANSWERS` (greedy) or by its seed (temperature above 0)."""
+    """Prefills `CHUNK` tokens a time, then answers by `ANSWERS` (greedy) or by its seed (temperature above 0)."""
 
-    def __init__(self, runner: "FakeRunner", prompt: Sequence[int], params: SamplingParams) -> None:
-        self._runner, self._prompt, self._params = runner, list(prompt), params
-        self.prefilled = 0
-        self.steps = 0
-        text = TOKENIZER.decode(prompt)
-        answer = next((a for word, a in ANSWERS.items() if word in text), None)
+    def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.prompt, self.prefilled, self.steps = list(prompt), 0, 0
+        self.text = TOKENIZER.decode(prompt)
+        answer = next((a for word, a in ANSWERS.items() if word in self.text), None)
         if params.temperature > 0:
             answer = hashlib.sha256(f"{params.seed} {params.top_p} {params.top_k}".encode()).hexdigest()[:12]
-        self._answer = None if answer is None else [*TOKENIZER.encode(answer, add_bos=False), EOS]
-        if "turn" in text:
-            self._answer = [*TOKENIZER.encode("done", add_bos=False), IM_END]
-        self._text = text
+        self.answer = None if answer is None else [*TOKENIZER.encode(answer, add_bos=False), EOS]
+        if "turn" in self.text:
+            self.answer = [*TOKENIZER.encode("done", add_bos=False), IM_END]
+        self.emitted = 0
 
     @property
     def stats(self) -> FakeStats:
-        return FakeStats(self.steps)
+        return FakeStats(self.emitted)
 
-    def advance(self) -> int | None:
-        self._runner.log.append(self)
-        if self._runner.step_seconds:
-            time.sleep(self._runner.step_seconds)
-        if self._runner.hold is not None:
-            assert self._runner.hold.wait(30)
-        if self.prefilled < len(self._prompt):
-            self.prefilled = min(self.prefilled + CHUNK, len(self._prompt))
-            if self.prefilled < len(self._prompt):
-                return None
-        if "fails" in self._text and self.steps == 2:
-            raise RuntimeError("a device said no")
-        if "fatal" in self._text:
-            raise self._runner.fatal()
-        token = self._answer[self.steps] if self._answer is not None and self.steps < len(self._answer) else 70
+    def next(self) -> int:
+        """The next token of the answer."""
+        token = self.answer[self.steps] if self.answer is not None and self.steps < len(self.answer) else 70
         self.steps += 1
         return token
 
 
 class FakeRunner:
-    """`hold`, where set, stops every step until it is released; `log` lists the sequence of each step."""
+    """An executor of a few lines. `hold`, where set, stops every chunk and step until it is released; `log` lists the
+    sequence of each chunk, and of each lane in each step. What it is asked is checked: lanes are free before a sequence
+    comes, and a sequence is released once.
+    """
 
-    def __init__(self, max_model_len: int = 200) -> None:
+    def __init__(self, max_model_len: int = 200, *, num_lanes: int = 4, num_blocks: int = 10_000) -> None:
         self.max_model_len = max_model_len
+        self.num_lanes, self.num_blocks, self.block_size = num_lanes, num_blocks, 64
+        self.staging_tokens = 1 << 20
         self.hold: threading.Event | None = None
         self.step_seconds = 0.0
         self.log: list[FakeSequence] = []
         self.fatal: Callable[[], Exception] = RuntimeError
+        self.lanes: dict[int, FakeSequence] = {}
+        self.live: set[FakeSequence] = set()
+        self._unread: list[list[tuple[FakeSequence, int]]] = []
 
     def start(self, prompt: Sequence[int], params: SamplingParams) -> FakeSequence:
         if TOKENIZER.decode(prompt).endswith("refused"):
             raise ValueError("prompt is one that the runner refuses")
-        return FakeSequence(self, prompt, params)
+        sequence = FakeSequence(prompt, params)
+        self.live.add(sequence)
+        return sequence
+
+    def prefill(self, sequence: FakeSequence) -> int | None:
+        self.log.append(sequence)
+        self._pause()
+        if "fails" in sequence.text:
+            raise RuntimeError("a device said no")
+        sequence.prefilled = min(sequence.prefilled + CHUNK, len(sequence.prompt))
+        if sequence.prefilled < len(sequence.prompt):
+            return None
+        if "fatal" in sequence.text:
+            raise self.fatal()
+        return sequence.next()
+
+    def place(self, lane: int, sequence: FakeSequence) -> None:
+        assert lane not in self.lanes
+        assert sequence not in self.lanes.values()
+        self.lanes[lane] = sequence
+
+    def park(self, sequence: FakeSequence) -> None:
+        self.lanes = {lane: other for lane, other in self.lanes.items() if other is not sequence}
+
+    def step(self) -> None:
+        self.log.extend(self.lanes.values())
+        self._pause()
+        self._unread.append([(sequence, sequence.next()) for sequence in self.lanes.values()])
+
+    def read(self, unread: int = 0) -> list[tuple[FakeSequence, int]]:
+        ready = self._unread[: len(self._unread) - unread]
+        self._unread = self._unread[len(ready) :]
+        return [pair for step in ready for pair in step]
+
+    def fed(self, sequence: FakeSequence, token: int) -> None:
+        assert sequence in self.live
+        sequence.emitted += 1
+
+    def release(self, sequence: FakeSequence) -> None:
+        self.live.remove(sequence)
+        self.park(sequence)
+
+    def cache_stats(self) -> dict[str, tuple[float, str]]:
+        return {"cache_blocks": (self.num_blocks, "Blocks.")}
+
+    def _pause(self) -> None:
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        if self.hold is not None:
+            assert self.hold.wait(30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +147,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def running_engine(runner: FakeRunner, **options: Any) -> Iterator[Engine]:
-    """A started engine over a fake model."""
+def running_engine(runner: FakeRunner, *, max_active: int | None = None, **options: Any) -> Iterator[Engine]:
+    """A started engine over a fake model; with ``max_active``, so many of its lanes."""
+    if max_active is not None:
+        runner.num_lanes = max_active
     engine = Engine(runner, eos_token_ids=[EOS, IM_END], **options)
     engine.start()
     try:

@@ -14,7 +14,7 @@ LONG = {"prompt": "anything", "max_tokens": 5000, "ignore_eos": True}
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    runner = FakeRunner(max_model_len=10_000)
+    runner = FakeRunner(max_model_len=10_000, num_blocks=10_000 // 64 + 1)  # one that may fill the context
     runner.step_seconds = 0.005
     with serve(runner, max_active=1, max_queue=1) as server:
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)

@@ -17,7 +17,11 @@ from sparda_jax.library import SparDA
 from sparda_jax.serve import warm_up as warm_ups
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.executor import Executor
+from sparda_jax.serve.memory import make_executor, plan_server
+from sparda_jax.serve.settings import Settings
 from sparda_jax.serve.warm_up import buckets, programs
+from tests.serve.fakes import wait_until
 
 LONG = "the quick brown fox is yellow. " * 40
 
@@ -36,6 +40,13 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def executor_of(model: SparDA, **options: Any) -> Executor:
+    """The device's part of a server with these options."""
+    settings = Settings(**options)
+    plan, limits = plan_server(model.runner, settings)
+    return make_executor(model.runner, plan, limits, settings, b"tiny")
+
+
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> SparDA:
     return SparDA.from_pretrained(checkpoint, mode="sparse")
@@ -43,7 +54,7 @@ def model(checkpoint: Path) -> SparDA:
 
 @pytest.fixture(scope="module")
 def app(model: SparDA) -> Iterator[FastAPI]:
-    engine = Engine(model.runner, eos_token_ids=model.config.eos_token_ids, max_active=3)
+    engine = Engine(executor_of(model, max_active=2), eos_token_ids=model.config.eos_token_ids)
     engine.start()
     info = ServerInfo(model="tiny", mode="sparse", vocab_size=model.config.vocab_size, temperature=0.0)
     yield create_app(engine, model.tokenizer, info)
@@ -83,9 +94,9 @@ def test_a_seed_gives_the_same_answer_again(app: FastAPI) -> None:
 
 def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = model.runner
-    assert programs(runner, 8192) == [(1024, 128), (1024, 0)]
+    assert programs(runner, 8192) == [(1024, 128)]
     monkeypatch.setattr(runner, "prefill_chunks", (256, 1024))
-    assert programs(runner, 8192) == [(1024, 256), (1024, 1024), (1024, 0)]
+    assert programs(runner, 8192) == [(1024, 256), (1024, 1024)]
     monkeypatch.setattr(runner, "max_model_len", 3000)
     assert buckets(runner, 8192) == [1024, 2048, 3008]
     assert buckets(runner, 2000) == [1024, 2048]
@@ -94,16 +105,31 @@ def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) ->
 def test_after_the_warm_up_nothing_is_compiled(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
 ) -> None:
-    """Two small buckets; then requests that stay in the first, grow in prefill, and grow in decode."""
+    """Two small buckets; then requests that stay in the first, grow in prefill, cross blocks, wait, and share."""
     monkeypatch.setattr(generate, "MIN_CAPACITY", 128)
     monkeypatch.setitem(generate.PREFILL_CHUNKS, "cpu", (64,))
     model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=256)
+    executor = executor_of(model, max_active=2, host_pool_gib=24 * 2 * 2 * 128 * 16 * 4 / 2**30)  # 24 blocks
     compiled.clear()
-    warm_ups.warm_up(model.runner, 0, Console(quiet=True))
+    warm_ups.warm_up(executor, 0, Console(quiet=True))
     assert compiled == []
-    warm_ups.warm_up(model.runner, 256, Console(quiet=True))
-    assert compiled.count("jit(_advance)") == len(programs(model.runner, 256)) == 4
+    warm_ups.warm_up(executor, 256, Console(quiet=True))
+    assert compiled.count("jit(_advance)") == len(programs(model.runner, 256)) == 2
+    assert executor.blocks.num_free == executor.num_blocks
     compiled.clear()
-    for prompt, new in ((5, 3), (200, 3), (120, 20)):
-        model.generate([[70] * prompt], max_new_tokens=new)
+    engine = Engine(executor, eos_token_ids=[], quantum=10)
+    engine.start()
+    info = ServerInfo(model="tiny", mode="sparse", vocab_size=model.config.vocab_size, temperature=0.0)
+    app = create_app(engine, model.tokenizer, info)
+    try:
+        wait_until(lambda: asyncio.run(engine.health()).ok)
+        sizes = ((5, 3), (200, 30), (120, 70), (90, 12))
+        bodies = [{"prompt": [70] * prompt, "max_tokens": new, "ignore_eos": True} for prompt, new in sizes]
+        for _ in range(2):  # the second time their prefixes are there
+            answers = ask(app, *bodies)
+            assert [answer["usage"]["completion_tokens"] for answer in answers] == [new for _, new in sizes]
+    finally:
+        engine.close()
+    assert executor.usage.parked > 0
+    assert executor.usage.prefix_tokens > 0
     assert compiled == []

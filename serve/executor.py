@@ -1,0 +1,267 @@
+"""The model as the engine drives it: prompts prefilled by chunks, decode lanes, and prefixes used again.
+
+A sequence's cache is contiguous while its prompt is prefilled. Then its blocks go to the host pool, and it decodes in a
+lane or waits for one. Whole blocks whose host copy exists are published under the keys of their content, so a later
+prompt with the same beginning reads them back in place of computing them.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jax import Array
+
+from sparda_jax.cache.parking import Parked
+from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
+from sparda_jax.generate import GenerationStats, Runner
+from sparda_jax.generate import Sequence as Prefill
+from sparda_jax.lanes import DecodeLanes
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.selection import Mode
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LaneSequence:
+    """One request on the device.
+
+    Attributes:
+        params: how it is sampled.
+        prefill: the prompt on its way, until its blocks are in the pool.
+        chain: the content keys of its blocks; None where no prefix is used again.
+        shared: blocks of other sequences that its prompt begins with; its own use of them.
+        first_token: what follows the prompt, once that is known.
+        stored: tokens whose keys and values exist or are being computed.
+        known: tokens of prompt and answer that the host has seen. hit: those of the prompt that were in the cache.
+        published: blocks that others can find.
+        lane, parked: where it is: in a lane, or waiting for one.
+    """
+
+    params: SamplingParams
+    prefill: Prefill | None
+    chain: KeyChain | None
+    shared: list[int]
+    stats: GenerationStats
+    first_token: int | None = None
+    stored: int = 0
+    known: int = 0
+    hit: int = 0
+    published: int = 0
+    lane: int | None = None
+    parked: Parked | None = None
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens that are done."""
+        return self.prefill.prefilled if self.prefill else self.stored
+
+
+@dataclasses.dataclass
+class Usage:
+    """What the executor has done so far.
+
+    Attributes:
+        prompt_tokens: of all prompts that were begun. prefix_tokens: those of them that were found in the cache.
+        steps: decode steps. parked: sequences that gave up a lane.
+    """
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    steps: int = 0
+    parked: int = 0
+
+
+class Executor:
+    """Runs sequences on the device for one thread.
+
+    Args:
+        runner: prefills prompts.
+        lanes: decode, in the runner's mode.
+        blocks: the lanes' blocks of the pool.
+        salt: names the weights and the options that keys and values depend on; None: no prefix is used again.
+        staging_tokens: what the prompts in prefill may have together, see `Scheduler`.
+    """
+
+    def __init__(
+        self, runner: Runner, lanes: DecodeLanes, blocks: PrefixBlocks, *, salt: bytes | None, staging_tokens: int
+    ) -> None:
+        self.max_model_len, self.staging_tokens = runner.max_model_len, staging_tokens
+        self.num_lanes, self.num_blocks = lanes.shape.lanes, lanes.shape.num_blocks
+        self.block_size = runner.config.sparse.block_size
+        self.runner, self.lanes, self.blocks = runner, lanes, blocks
+        # InfiniGen's partial keys belong to one sequence alone.
+        self._salt = None if runner.mode is Mode.INFINIGEN else salt
+        self._in_lane: dict[int, LaneSequence] = {}
+        self._unread: collections.deque[tuple[Array, dict[int, LaneSequence]]] = collections.deque()
+        self.usage = Usage()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts that begin alike use the same blocks."""
+        return self._salt is not None
+
+    def start(self, prompt: Sequence[int], params: SamplingParams) -> LaneSequence:
+        """Begins a request, behind as much of its prompt as the cache holds.
+
+        Raises:
+            ValueError: the runner refuses it.
+        """
+        shared: list[int] = []
+        chain = None
+        if self._salt is not None:
+            chain = KeyChain(salt=self._salt, sparse=self.runner.config.sparse)
+            chain.extend(prompt, self._selects(len(prompt)))
+            # At least the last token is computed, since an answer begins with its logits.
+            shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
+        try:
+            prefix = self.lanes.prefix(shared, self.runner.capacity_for(len(prompt))) if shared else None
+            prefill = self.runner.start(prompt, params, prefix=prefix)
+        except BaseException:
+            self.blocks.give_back(shared)
+            raise
+        self.usage.prompt_tokens += len(prompt)
+        self.usage.prefix_tokens += len(shared) * self.block_size
+        return LaneSequence(
+            params=params,
+            prefill=prefill,
+            chain=chain,
+            shared=shared,
+            stats=prefill.stats,
+            known=len(prompt),
+            hit=len(shared) * self.block_size,
+            published=len(shared),
+        )
+
+    def prefill(self, sequence: LaneSequence) -> int | None:
+        """One chunk of a prompt; the first token of the answer when it is the last chunk."""
+        assert sequence.prefill is not None
+        token = sequence.prefill.advance()
+        if token is not None:
+            sequence.first_token, sequence.stored = token, sequence.prefill.prompt_tokens
+        return token
+
+    def place(self, lane: int, sequence: LaneSequence) -> None:
+        """Gives a free lane to a sequence whose prompt is done."""
+        if sequence.parked is not None:
+            self.lanes.resume(lane, sequence.parked)
+            sequence.parked = None
+        else:
+            self._settle(sequence, lane)
+        sequence.lane = lane
+        self._in_lane[lane] = sequence
+
+    def park(self, sequence: LaneSequence) -> None:
+        """Takes a sequence's lane away, or keeps one that never had one without staging; `place` lets it go on."""
+        if sequence.lane is None:
+            self._settle(sequence, None)
+            return
+        del self._in_lane[sequence.lane]
+        sequence.parked, sequence.lane = self.lanes.park(sequence.lane), None
+        self.usage.parked += 1
+
+    def step(self) -> None:
+        """Launches a decode step of all lanes in use; `read` gives its tokens."""
+        tokens = self.lanes.step()
+        tokens.copy_to_host_async()
+        self._unread.append((tokens, dict(self._in_lane)))
+        self.usage.steps += 1
+        for sequence in self._in_lane.values():
+            sequence.stored += 1
+
+    def read(self, unread: int = 0) -> list[tuple[LaneSequence, int]]:
+        """The tokens of the steps that were launched, but for the last ``unread``; waits for them.
+
+        Tokens of sequences that were released in the meantime are among them.
+        """
+        found = []
+        while len(self._unread) > unread:
+            tokens, lanes = self._unread.popleft()
+            values = np.asarray(tokens)
+            found.extend((sequence, int(values[lane])) for lane, sequence in lanes.items())
+        return found
+
+    def fed(self, sequence: LaneSequence, token: int) -> None:
+        """The next token of an answer is known, and is or will be stored: it counts, and its block can get a key."""
+        if sequence.known > sequence.stats.prefill.tokens + sequence.hit:
+            self._count(sequence)
+        sequence.known += 1
+        if sequence.chain is not None:
+            sequence.chain.extend([token], self._selects(sequence.known))
+            self._publish(sequence)
+
+    def release(self, sequence: LaneSequence) -> None:
+        """The sequence is over, whatever it was doing; its finished blocks can be found until their place is needed."""
+        if sequence.first_token is not None and sequence.prefill is not None and sequence.chain is not None:
+            self._settle(sequence, None)
+        self._publish(sequence)
+        if sequence.lane is not None:
+            del self._in_lane[sequence.lane]
+            self.lanes.leave(sequence.lane)
+        elif sequence.parked is not None:
+            self.lanes.drop(sequence.parked)
+        else:
+            self.blocks.give_back(sequence.shared)
+        sequence.lane = sequence.parked = sequence.prefill = None
+        sequence.shared = []
+
+    def cache_stats(self) -> dict[str, tuple[float, str]]:
+        """Numbers of the cache with what they mean, counters with ``_total`` behind; waits for the device."""
+        stats, usage, blocks = self.lanes.return_stats(), self.usage, self.blocks
+        copied, attended = int(stats.copied.sum()), int(stats.attended.sum())
+        return {
+            "cache_blocks": (blocks.num_blocks, "Blocks of the host pool."),
+            "cache_free_blocks": (blocks.num_free - blocks.num_cached, "Blocks that hold nothing."),
+            "cache_prefix_blocks": (blocks.num_cached, "Finished blocks without a user, kept for later prompts."),
+            "prefix_prompt_tokens_total": (usage.prompt_tokens, "Tokens of the prompts begun."),
+            "prefix_hit_tokens_total": (usage.prefix_tokens, "Those of them that were in the cache."),
+            "preemptions_total": (usage.parked, "Sequences that gave up their lane for another one."),
+            "decode_steps_total": (usage.steps, "Decode steps of all lanes."),
+            "blocks_attended_total": (attended, "Blocks attended to in decode, over layers and KV heads."),
+            "blocks_fetched_total": (copied, "Those of them that came from the host pool."),
+            "fetched_bytes_total": (float(stats.bytes_copied), "Bytes from the host pool."),
+        }
+
+    def _settle(self, sequence: LaneSequence, lane: int | None) -> None:
+        """A prefilled sequence's blocks go to the pool, and it to a lane or among those that wait."""
+        assert sequence.prefill is not None
+        assert sequence.first_token is not None
+        cache, first, params, shared = (
+            sequence.prefill.take_cache(),
+            sequence.first_token,
+            sequence.params,
+            sequence.shared,
+        )
+        if lane is None:
+            sequence.parked = self.lanes.adopt(cache, first, params, shared=shared)
+        else:
+            self.lanes.enter(lane, cache, first, params, shared=shared)
+            sequence.lane = lane
+        sequence.prefill, sequence.shared = None, []
+        self._publish(sequence)
+
+    def _publish(self, sequence: LaneSequence) -> None:
+        if sequence.chain is None:
+            return
+        if sequence.lane is not None:
+            written = self.lanes.written_blocks(sequence.lane)
+        elif sequence.parked is not None:
+            written = sequence.parked.blocks[: sequence.parked.length // self.block_size]
+        else:
+            return
+        ready = min(len(written), len(sequence.chain.keys))
+        for block in range(sequence.published, ready):
+            self.blocks.publish(written[block], sequence.chain.keys[block])
+        sequence.published = max(sequence.published, ready)
+
+    def _selects(self, length: int) -> bool:
+        """Whether a token attends to a selection, in a sequence of so many tokens."""
+        return self.runner.mode is not Mode.DENSE and length >= self.runner.config.sparse.dense_len
+
+    def _count(self, sequence: LaneSequence) -> None:
+        """What the step that gave the newest token has read: a selection is as wide as the sequence allows."""
+        config = self.runner.config
+        visible = (sequence.known - 1) // self.block_size + 1
+        selects = self._selects(sequence.known) or self.runner.mode is Mode.INFINIGEN
+        read = min(config.sparse.num_selected_blocks, visible) if selects else visible
+        heads = config.num_kv_heads
+        sequence.stats.decode.add(1, np.full(config.num_layers, read * heads), visible * heads)
