@@ -19,8 +19,6 @@ from sparda_jax.serve.settings import Settings
 
 # Lanes where nobody says how many, as far as they fit.
 DEFAULT_LANES = {"cpu": 4, "gpu": 16}
-# Prompts in prefill beside one of the longest.
-SHORT_PROMPT_TOKENS = 8192
 
 
 def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:
@@ -82,7 +80,7 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         lanes,
         blocks,
         salt=salt if settings.prefix_cache else None,
-        staging_tokens=demand.capacity + min(demand.capacity, SHORT_PROMPT_TOKENS),
+        staging_tokens=demand.capacity + demand.short_tokens,
     )
 
 

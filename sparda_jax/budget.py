@@ -27,6 +27,9 @@ from sparda_jax.telemetry import no_counts
 SPARE_SLOTS = 32
 """Slots of a lane, layer and KV head besides those that one step attends to, where more would not fit."""
 
+SHORT_PROMPT_TOKENS = 8192
+"""Tokens of prompts that are prefilled beside one of the longest, so that they need not wait for it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
@@ -78,6 +81,11 @@ class Demand:
     def capacity(self) -> int:
         """Tokens of the blocks of the longest sequence."""
         return self.max_blocks * self.config.sparse.block_size
+
+    @property
+    def short_tokens(self) -> int:
+        """Tokens of prompts beside the longest one in prefill."""
+        return min(self.capacity, SHORT_PROMPT_TOKENS)
 
     @property
     def block_bytes(self) -> int:
@@ -155,7 +163,8 @@ class MemoryPlan:
         pages: compressed keys of every block in the pool.
         partial_keys: what InfiniGen scores, and its bases; 0 in other modes.
         tables: which block lies where, lengths, what the steps count.
-        staging: keys, values and compressed keys of one whole sequence, while it is prefilled.
+        staging: keys, values and compressed keys of prompts in prefill: of a whole sequence, half of it once more while
+            it grows, and of short prompts beside it, whose caches may be half empty.
         workspace: temporary arrays of the compiled programs, estimated.
         host_pool: the records of all layers, in pinned host memory; an array a layer.
     """
@@ -227,10 +236,15 @@ def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
         pages=all_layers(lambda layer: layer.pages),
         partial_keys=all_layers(lambda layer: (layer.partial_keys, layer.partial_basis)) + skew,
         tables=all_layers(lambda layer: layer.residency) + _bytes(dataclasses.replace(state, layers=(), counts=counts)),
-        staging=all_layers(lambda layer: layer, staging) + _bytes(staging.lengths),
+        staging=_staging(demand, all_layers(lambda layer: layer, staging) + _bytes(staging.lengths)),
         workspace=prefill_workspace(demand) + decode_workspace(demand),
         host_pool=demand.num_blocks * demand.block_bytes,
     )
+
+
+def _staging(demand: Demand, whole: int) -> int:
+    """Of a cache for a whole sequence."""
+    return whole + whole // 2 + 2 * whole * demand.short_tokens // demand.capacity
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def _device_rows(plan: MemoryPlan, limits: Limits) -> Iterator[tuple[str, str]]:
     if plan.partial_keys:
         yield f"InfiniGen's partial keys of {shape.num_blocks} blocks", gib(plan.partial_keys)
     yield "tables", gib(plan.tables)
-    yield f"prefill staging: one sequence of {demand.max_model_len} tokens", gib(plan.staging)
+    yield f"prefill staging: one sequence of {demand.max_model_len} tokens, and short ones", gib(plan.staging)
     yield "temporary arrays (estimated)", gib(plan.workspace)
     yield "needed", gib(plan.device)
     if limits.device is None:

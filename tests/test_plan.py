@@ -61,7 +61,7 @@ def test_parts_are_those_of_the_library() -> None:
     assert table["slots of layer 0: all 2048 blocks of a lane"] == gib(plan.first_layer)
     assert table[f"slots of the other 31 layers: {slots} blocks of a lane"] == gib(plan.slots)
     assert table["compressed keys of 32768 blocks"] == gib(plan.pages)
-    assert table["prefill staging: one sequence of 131072 tokens"] == gib(plan.staging)
+    assert table["prefill staging: one sequence of 131072 tokens, and short ones"] == gib(plan.staging)
     assert table["temporary arrays (estimated)"] == gib(plan.workspace)
     assert table["pinned pool: 32768 blocks (whole sequences: 16)"] == gib(plan.host_pool)
     assert table["there is: 95% of 80.00 GiB (--device-gib)"] == "76.00 GiB"
