@@ -64,8 +64,9 @@ def main(
     ] = 256,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 64,
     warm_up_len: Annotated[
-        int, typer.Option(help="Compile for sequences up to this many tokens before being ready; 0: nothing.")
-    ] = 8192,
+        int | None,
+        typer.Option(help="Compile for sequences up to this many tokens before being ready; all if left out."),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(help="How long requests may still take after SIGTERM or Ctrl-C.")
     ] = 30.0,

@@ -1,8 +1,10 @@
 """From settings to a running server."""
 
+import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,16 @@ def load(settings: Settings) -> Report:
     )
 
 
+def keep_programs() -> None:
+    """Compiled GPU programs are kept between starts, unless JAX has been told where, or not, to keep them.
+
+    Those of a CPU are not: one of another kind might not run them.
+    """
+    if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "sparda_jax" / "programs"))
+
+
 def serve(settings: Settings, console: Console) -> None:
     """Binds, loads, prints what will run, warms up, serves until a signal, and leaves the process.
 
@@ -78,6 +90,7 @@ def serve(settings: Settings, console: Console) -> None:
 
 def _serve(settings: Settings, console: Console, listener: socket.socket) -> None:
     url = url_of(listener, settings.host)
+    keep_programs()
     report = load(settings)
     report.print(console)
     salt = prefix_salt(report.runner, settings.served_name)
@@ -86,8 +99,10 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
     ready = threading.Event()
     failures: list[BaseException] = []
 
+    longest = report.runner.max_model_len if settings.warm_up_len is None else settings.warm_up_len
+
     def prepare() -> None:
-        warm_up(executor, settings.warm_up_len, console)
+        warm_up(executor, longest, console)
 
     def on_ready() -> None:
         ready.set()

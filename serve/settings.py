@@ -26,7 +26,7 @@ class Settings:
         host_pool_gib: size of the host pool; None: every lane at its full length.
         prefix_cache: whether finished blocks serve later prompts that begin alike.
         park_after: tokens after which a request gives up its lane if another one waits for it.
-        warm_up_len: buckets up to this many tokens are compiled before the server is ready.
+        warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
 
     model: Path = BUNDLED_MODEL
@@ -44,7 +44,7 @@ class Settings:
     prefix_cache: bool = True
     park_after: int = 256
     max_queue: int = 64
-    warm_up_len: int = 8192
+    warm_up_len: int | None = None
     drain_seconds: float = 30.0
     stuck_seconds: float = 300.0
     request_seconds: float = 3600.0
@@ -69,7 +69,12 @@ class Settings:
             ),
             ("--park-after", self.park_after, self.park_after >= 1, "at least 1"),
             ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),
-            ("--warm-up-len", self.warm_up_len, self.warm_up_len >= 0, "0 (no warm-up) or more"),
+            (
+                "--warm-up-len",
+                self.warm_up_len,
+                self.warm_up_len is None or self.warm_up_len >= 0,
+                "0 (no warm-up) or more",
+            ),
             ("--drain-seconds", self.drain_seconds, _is_duration(self.drain_seconds), "a finite number, 0 or more"),
             ("--stuck-seconds", self.stuck_seconds, _is_duration(self.stuck_seconds), "a finite number, 0 or more"),
             (
