@@ -1,9 +1,9 @@
 """The listening side: a socket bound before anything is loaded, and a server that drains when it is told to end."""
 
-import asyncio
 import os
 import signal
 import socket
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.settings import Settings, SettingsError
 
-# uvicorn's own limit comes after the engine's, so that a request that is cut off still gets its error.
+# What the last answers may take on their way to the clients, once the engine has nothing left.
 _GRACE_SECONDS = 5
 
 
@@ -55,18 +55,26 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_level="info" if settings.access_log else "warning",
                 access_log=settings.access_log,
-                timeout_graceful_shutdown=int(settings.drain_seconds) + _GRACE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )
         self._engine = engine
         self._drain_seconds = settings.drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no new connection, drains the engine, closes the connections, ends the engine."""
-        draining = asyncio.create_task(self._engine.drain(self._drain_seconds))
+        """Drains the engine, then closes the connections and ends the engine.
+
+        The server listens until the engine is drained: whoever asks for something new gets 503, and /health says why.
+        """
+        await self._engine.drain(self._drain_seconds)
         await super().shutdown(sockets)
-        await draining
         self._engine.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the shutdown; a second one ends the process, whatever is in flight."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
 
     def run_until_signal(self, listener: socket.socket) -> None:
         """Serves; returns after a drained shutdown instead of dying of the signal that asked for it."""
