@@ -10,14 +10,15 @@ import pytest
 
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.parking import Parked
+from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError
-from sparda_jax.decode_plan import Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.generate import Runner, _advance
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from sparda_jax.streaming import min_streaming_slots
-from tests.core.support import tokens
+from tests.core.support import tokens, toy
 from tests.decode.support import (
     CAPACITY,
     CONFIG,
@@ -87,6 +88,15 @@ def poison(lanes: DecodeLanes) -> None:
     lanes._state = jax.device_put(state, lanes._device)
 
 
+def windows_of(lanes: DecodeLanes, lane: int) -> np.ndarray:
+    """The complete compressed keys of a lane, of all layers."""
+    entry = lanes._lanes[lane]
+    assert entry is not None
+    pages = np.stack([np.asarray(layer.pages)[np.array(entry.blocks)] for layer in lanes._state.layers])
+    entries = pages.swapaxes(1, 2).reshape(len(pages), HEADS, -1, CONFIG.head_dim)
+    return entries[:, :, 1 : entry.length // CONFIG.sparse.kernel_stride]
+
+
 def programs_of(function: Any) -> int:
     """How many programs a jitted function has been compiled to."""
     return function._cache_size()
@@ -137,7 +147,11 @@ def test_parked_and_resumed_is_never_parked(mode: Mode, fetch: Fetch) -> None:
     for _ in range(2):
         story.park(2)
         story.resume(2, 1)
-    story.run(15)
+    story.run(8)
+    assert story.length(1) % BLOCK == 15, "the next token ends a window that began in the block before"
+    story.park(1)
+    story.resume(1, 2)
+    story.run(7)
     story.park(2)  # one token before its block is full
     story.run(2)
     story.resume(2, 1)
@@ -163,20 +177,22 @@ def test_parked_and_resumed_is_never_parked(mode: Mode, fetch: Fetch) -> None:
         for prompt in range(3):
             if calm.length(prompt) == story.length(prompt) and prompt in story.at:
                 np.testing.assert_array_equal(hidden(story.lanes)[prompt], hidden(calm)[prompt])
+                np.testing.assert_array_equal(windows_of(story.lanes, prompt), windows_of(calm, prompt))
                 assert np.isfinite(hidden(calm)[prompt]).all()
                 del story.at[prompt]
         calm.step()
     assert not story.at
 
 
-def test_adopted_and_resumed_is_entered() -> None:
+@pytest.mark.parametrize("mode", [MODE, pytest.param(Mode.INFINIGEN, marks=slow)])
+def test_adopted_and_resumed_is_entered(mode: Mode) -> None:
     """Also what is drawn: the sampling parameters wait with the sequence."""
     drawn = SamplingParams(temperature=1.0, seed=11)
-    lanes = lanes_of()
-    enter(lanes, MODE, 0, 0)
-    enter(lanes, MODE, 1, 1, drawn)
-    waiting = [lanes.adopt(*prefilled(MODE, prompt), params) for prompt, params in ((1, GREEDY), (2, GREEDY))]
-    seeded = lanes.adopt(*prefilled(MODE, 1), drawn)
+    lanes = lanes_of(mode)
+    enter(lanes, mode, 0, 0)
+    enter(lanes, mode, 1, 1, drawn)
+    waiting = [lanes.adopt(*prefilled(mode, prompt), params) for prompt, params in ((1, GREEDY), (2, GREEDY))]
+    seeded = lanes.adopt(*prefilled(mode, 1), drawn)
     assert lanes.free_blocks == 40 - sum(-(-LENGTHS[prompt] // BLOCK) for prompt in (0, 1, 1, 1, 2))
     poison(lanes)
     entered = run(lanes, 20)
@@ -186,11 +202,11 @@ def test_adopted_and_resumed_is_entered() -> None:
         lanes.resume(lane, parked)
     resumed = run(lanes, 40)
     np.testing.assert_array_equal(resumed[1, :20], entered[1])
-    assert (entered[1] != decoded(MODE, 1)[0][:20]).any(), "drawn, not greedy"
-    np.testing.assert_array_equal(resumed[2], decoded(MODE, 2)[0][:40])
+    assert (entered[1] != decoded(mode, 1)[0][:20]).any(), "drawn, not greedy"
+    np.testing.assert_array_equal(resumed[2], decoded(mode, 2)[0][:40])
     lanes.leave(2)
     lanes.resume(2, waiting[0])
-    np.testing.assert_array_equal(run(lanes, 20)[2], decoded(MODE, 1)[0][:20])
+    np.testing.assert_array_equal(run(lanes, 20)[2], decoded(mode, 1)[0][:20])
 
 
 def spoiled(prompt: int, blocks: int):
@@ -270,10 +286,15 @@ def test_a_prefix_is_the_prefilled_cache_again() -> None:
 
 
 def test_prefill_goes_on_behind_a_prefix() -> None:
-    """Its tokens are those of the whole prompt, it runs the same programs, and its cache can share the blocks again."""
-    model, params, block_count = MODEL, SamplingParams(max_tokens=20), 4
+    """Its tokens are those of the whole prompt, it runs the same programs, and its cache can share the blocks again.
+
+    What is left is shorter than ``dense_len``, which the prompt is not.
+    """
+    model, params, block_count = toy("threshold").decoder, SamplingParams(max_tokens=20), 12
     prompt = [int(token) for token in tokens(900, 11)]
-    runner, lanes = Runner(model, mode=MODE, max_model_len=CAPACITY), lanes_of()
+    runner = Runner(model, mode=MODE, max_model_len=CAPACITY)
+    shape = CacheShape(lanes=2, max_blocks=MAX_BLOCKS, num_blocks=40, slots_per_lane=10)
+    lanes = DecodeLanes(model, shape, DecodePlan(mode=MODE, fetch=Fetch.AHEAD, max_len=CAPACITY))
 
     def prefill(**prefix):
         sequence, chunks = runner.start(prompt, params, **prefix), 1
@@ -292,7 +313,7 @@ def test_prefill_goes_on_behind_a_prefix() -> None:
     hit, token, begun, chunks = prefill(prefix=prefix)
     assert programs_of(_advance) == programs
     assert (begun, token) == (block_count * BLOCK, first)
-    assert chunks == all_chunks - 2
+    assert chunks == all_chunks - 6
     assert hit.stats.prefill.tokens == len(prompt) - begun
     cache = hit.take_cache()
     for found, layer in zip(cache.layers, whole.layers, strict=True):
@@ -301,9 +322,11 @@ def test_prefill_goes_on_behind_a_prefix() -> None:
     lanes.enter(1, cache, token, params, shared=shared)
     both = run(lanes, 20)
     np.testing.assert_array_equal(both[0], both[1])
+    alone, *_ = prefill(prefix=lanes.prefix(shared, CAPACITY))
+    np.testing.assert_array_equal(both[0], [alone.advance() for _ in range(20)])
     for length in (block_count * BLOCK, block_count * BLOCK - 1):
         prefix = lanes.prefix(shared, CAPACITY)
-        with pytest.raises(ValueError, match=rf"prefix holds \[256\] tokens: .* fewer than the prompt's {length}"):
+        with pytest.raises(ValueError, match=rf"prefix holds \[768\] tokens: .* fewer than the prompt's {length}"):
             runner.start(prompt[:length], params, prefix=prefix)
 
 
