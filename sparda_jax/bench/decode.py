@@ -156,7 +156,7 @@ def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def random(key: Array, size: tuple[int, ...], dtype: jnp.dtype) -> Array:
         """A million numbers over and over: drawing all of them could take several times their room."""
-        numbers = jax.random.normal(key, 1 << 20, dtype)
+        numbers = jax.random.normal(key, (1 << 20,), dtype)
         return numbers[jnp.arange(math.prod(size), dtype=jnp.uint32) % numbers.size].reshape(size)
 
     def filled(index: int, layer: LayerState) -> LayerState:
