@@ -13,6 +13,9 @@ from sparda_jax.serve.settings import Settings, SettingsError
 
 # What the last answers may take on their way to the clients, once the engine has nothing left.
 _GRACE_SECONDS = 5
+# Longer than clients and proxies keep an idle connection (5 s in httpx, 60 s in load balancers): the side that sends
+# must be the one that closes, or a request meets a connection that is being closed.
+_KEEP_ALIVE_SECONDS = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,6 +58,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_level="info" if settings.access_log else "warning",
                 access_log=settings.access_log,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )

@@ -11,3 +11,10 @@ from tests.serve.tiny_checkpoint import write_checkpoint
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random weights, a real tokenizer and a chat template; not to be changed."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def scored_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, whose sparse tokens choose one of their four blocks by score: any block may be read."""
+    sparse = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": 256}
+    return write_checkpoint(tmp_path_factory.mktemp("scored"), sparse_config=sparse)

@@ -20,7 +20,7 @@ import httpx
 from tests.serve.fakes import wait_until
 
 ROOT = Path(__file__).parents[2]
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 640
 BLOCK_SIZE = 64
 # 2 layers of 2 heads of 64 keys and values of 16 channels, in float32
 BLOCK_BYTES = 2 * 2 * 128 * 16 * 4
@@ -116,7 +116,7 @@ def server_process(checkpoint: Path, programs: Path, **options: Any) -> Iterator
 def mixed_requests(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Bodies of completions: short and long ones, some alike at the beginning, greedy and sampled, one or two answers,
     streamed and whole. Each has one right answer."""
-    prefixes = [_ids(rng, length) for length in (64, 150, 256, 330)]
+    prefixes = [_ids(rng, length) for length in (64, 150, 256, 500)]
     bodies = []
     for _ in range(count):
         match rng.randrange(3):
@@ -125,7 +125,7 @@ def mixed_requests(rng: random.Random, count: int) -> list[dict[str, Any]]:
             case 1:
                 prompt = [*rng.choice(prefixes), *_ids(rng, rng.randint(1, 80))]
             case _:
-                prompt = _ids(rng, rng.randint(200, 440))
+                prompt = _ids(rng, rng.randint(200, 600))
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.choice([1, 2, 7, 15, 30])}
         if rng.random() < 0.4:
             body |= {"temperature": rng.choice([0.7, 1.2]), "top_p": 0.9, "seed": rng.randrange(2**32)}

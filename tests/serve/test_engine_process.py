@@ -27,7 +27,7 @@ from tests.serve.harness import (
     server_process,
 )
 
-NUM_BLOCKS = 16
+NUM_BLOCKS = 20
 MAX_QUEUE = 160
 # Nobody stops reading this one early, so it holds its lane, or its place in the line, until its client leaves.
 ENDLESS = {"prompt": [70] * 100, "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True, "stream": True}
@@ -39,12 +39,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, programs: Path) -> Iterator[ServerProcess]:
+def server(scored_checkpoint: Path, programs: Path) -> Iterator[ServerProcess]:
     with server_process(
-        checkpoint,
+        scored_checkpoint,
         programs,
         max_active=3,
-        slots=4,
+        slots=5,
         host_pool_gib=pool_of(NUM_BLOCKS),
         park_after=5,
         max_queue=MAX_QUEUE,
@@ -62,9 +62,11 @@ def drive(server: ServerProcess, clients: Callable[[httpx.AsyncClient], Awaitabl
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_64_requests_at_once_are_answered_as_each_alone(server: ServerProcess, checkpoint: Path, rounds: int) -> None:
+def test_64_requests_at_once_are_answered_as_each_alone(
+    server: ServerProcess, scored_checkpoint: Path, rounds: int
+) -> None:
     rng = random.Random(rounds)
-    model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=MAX_MODEL_LEN)
+    model = SparDA.from_pretrained(scored_checkpoint, mode="sparse", max_model_len=MAX_MODEL_LEN)
     before = server.metrics()
 
     async def clients(client: httpx.AsyncClient) -> None:
@@ -148,8 +150,8 @@ def test_more_work_than_blocks_waits_and_beyond_the_queue_is_refused(server: Ser
 @pytest.mark.parametrize(
     ("body", "numbers"),
     [
-        ({"prompt": [70] * 500, "max_tokens": 100}, ("500", "100", "600", "512", "12")),
-        ({"prompt": [70] * 512}, ("512",)),
+        ({"prompt": [70] * 600, "max_tokens": 100}, ("600", "100", "700", "640", "40")),
+        ({"prompt": [70] * 640}, ("640",)),
         ({"prompt": [[70]] * (MAX_QUEUE + 4)}, (str(MAX_QUEUE + 4), str(MAX_QUEUE + 3))),
     ],
 )
@@ -186,9 +188,9 @@ def test_a_prompt_that_was_there_before_is_read_back(server: ServerProcess) -> N
     server.wait_until_idle()
 
 
-def test_a_conversation_reads_its_own_history_back(server: ServerProcess, checkpoint: Path) -> None:
+def test_a_conversation_reads_its_own_history_back(server: ServerProcess, scored_checkpoint: Path) -> None:
     """Question and answer of the turns before are blocks of the pool, as far as they are whole."""
-    model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=MAX_MODEL_LEN)
+    model = SparDA.from_pretrained(scored_checkpoint, mode="sparse", max_model_len=MAX_MODEL_LEN)
     messages = [{"role": "user", "content": "the quick brown fox is yellow. " * 9}]
     used = 0
     for turn in range(3):
@@ -219,7 +221,7 @@ async def statuses(url: str) -> tuple[int, int]:
         return posted.status_code, (await client.get("/health")).status_code
 
 
-def test_killed_it_starts_again_and_sigterm_lets_it_finish(checkpoint: Path, programs: Path) -> None:
+def test_killed_it_starts_again_and_sigterm_lets_it_finish(scored_checkpoint: Path, programs: Path) -> None:
     body = {"prompt": "hello there", "max_tokens": 5}
 
     @contextlib.asynccontextmanager
@@ -230,7 +232,7 @@ def test_killed_it_starts_again_and_sigterm_lets_it_finish(checkpoint: Path, pro
         yield tasks
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    with server_process(checkpoint, programs, max_active=2, drain_seconds=60) as server:
+    with server_process(scored_checkpoint, programs, max_active=2, drain_seconds=60) as server:
         port = server.port
 
         async def first(client: httpx.AsyncClient) -> None:
@@ -242,7 +244,7 @@ def test_killed_it_starts_again_and_sigterm_lets_it_finish(checkpoint: Path, pro
 
         answers: list[Any] = []
         drive(server, first)
-    with server_process(checkpoint, programs, max_active=2, drain_seconds=60, port=port) as server:
+    with server_process(scored_checkpoint, programs, max_active=2, drain_seconds=60, port=port) as server:
 
         async def second(client: httpx.AsyncClient) -> None:
             assert await ask(client, body) == answers[0]
@@ -257,8 +259,8 @@ def test_killed_it_starts_again_and_sigterm_lets_it_finish(checkpoint: Path, pro
         assert "Traceback" not in server.output()
 
 
-def test_a_second_signal_quits_at_once(checkpoint: Path, programs: Path) -> None:
-    with server_process(checkpoint, programs, max_active=1, drain_seconds=600) as server:
+def test_a_second_signal_quits_at_once(scored_checkpoint: Path, programs: Path) -> None:
+    with server_process(scored_checkpoint, programs, max_active=1, drain_seconds=600) as server:
         body = ENDLESS | {"stream": False, "n": 64}
 
         async def clients(client: httpx.AsyncClient) -> None:
