@@ -10,8 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from sparda_jax.library import SparDA
+from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.server import Server
+from sparda_jax.serve.settings import Settings
+from tests.serve.fakes import FakeRunner
 from tests.serve.harness import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -276,3 +281,9 @@ def test_a_second_signal_quits_at_once(scored_checkpoint: Path, programs: Path) 
                 await task
 
         drive(server, clients)
+
+
+def test_idle_connections_are_closed_by_the_other_side(scored_checkpoint: Path) -> None:
+    """A request may come on a connection as long as the client keeps it; httpx keeps it for 5 s, proxies for 60 s."""
+    server = Server(FastAPI(), Engine(FakeRunner(), eos_token_ids=[]), Settings(model=scored_checkpoint))
+    assert server.config.timeout_keep_alive > 60

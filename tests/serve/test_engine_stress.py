@@ -4,27 +4,40 @@ What is right is what the library generates for the same prompt alone.
 """
 
 import asyncio
-import collections
 import random
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
+from sparda_jax.generate import PREFILL_CHUNKS
 from sparda_jax.library import SparDA
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.engine import Engine
-from sparda_jax.serve.executor import Executor
-from sparda_jax.serve.requests import TokenStream
+from sparda_jax.serve.executor import Executor, LaneSequence
+from sparda_jax.serve.requests import EngineError, Job
 from tests.serve.harness import MAX_MODEL_LEN, pool_of
+from tests.serve.in_process import (
+    DELAYS,
+    Alone,
+    check,
+    collect,
+    ids,
+    poison,
+    poison_blocks,
+    requests_of,
+    slow_copies,
+    until,
+    with_engine,
+)
 from tests.serve.test_real_model import executor_of
 
 NUM_BLOCKS = 20
-SPEED = {"store": 0.002, "write_tail": 0.004, "write_back": 0.002, "load": 0.004}
+LONG = 620
+CHUNK = PREFILL_CHUNKS["cpu"][0]
 
 
 @pytest.fixture(scope="module")
@@ -47,102 +60,9 @@ def executor(shared_executor: Executor) -> Iterator[Executor]:
     assert not shared_executor.lanes._parked
 
 
-class Alone:
-    """What the library gives for a prompt and its parameters, end-of-sequence tokens left out of the question."""
-
-    def __init__(self, model: SparDA) -> None:
-        self._model = model
-        self._known: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
-
-    def __call__(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        key = (tuple(prompt), params)
-        if key not in self._known:
-            sequence = self._model.runner.start(list(prompt), params)
-            tokens: list[int] = []
-            while len(tokens) < params.max_tokens:
-                if (token := sequence.advance()) is not None:
-                    tokens.append(token)
-            self._known[key] = tokens
-        return self._known[key]
-
-
 @pytest.fixture(scope="module")
 def alone(model: SparDA) -> Alone:
     return Alone(model)
-
-
-def with_engine(executor: Executor, test: Callable[[Engine], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        engine = Engine(executor, eos_token_ids=[], **options)
-        engine.start()
-        try:
-            while not (await engine.health()).ok:
-                await asyncio.sleep(0.005)
-            await test(engine)
-            await until(lambda: engine.stats().running == engine.stats().waiting == 0)
-            assert engine.stats().free_blocks == NUM_BLOCKS
-        finally:
-            engine.close()
-
-    asyncio.run(run())
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        await asyncio.sleep(0.002)
-
-
-async def collect(stream: TokenStream) -> list[int]:
-    return [event.token_id async for event in stream]
-
-
-async def check(engine: Engine, alone: Alone, requests: Sequence[tuple[list[int], SamplingParams]]) -> None:
-    """All at once; each answer must be that of the request alone."""
-    streams = [await engine.submit(prompt, params) for prompt, params in requests]
-    answers = await asyncio.gather(*map(collect, streams))
-    for (prompt, params), answer in zip(requests, answers, strict=True):
-        assert answer == alone(prompt, params), f"a prompt of {len(prompt)} tokens, {params}"
-
-
-def ids(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(4, 320) for _ in range(length)]
-
-
-def requests_of(rng: random.Random, count: int, *, max_tokens: int = 30) -> list[tuple[list[int], SamplingParams]]:
-    """Some alike at the beginning, some sampled; lengths below and above dense_len, and at the end of a block."""
-    prefixes = [ids(rng, length) for length in (64, 130, 320, 448)]
-    found = []
-    for _ in range(count):
-        prompt = rng.choice([[], *prefixes]) + ids(rng, rng.choice([1, 20, 63, 64, 65, 128]))
-        sampled = {"temperature": 1.0, "seed": rng.randrange(2**32)} if rng.random() < 0.4 else {}
-        found.append((prompt, SamplingParams(max_tokens=rng.randint(1, max_tokens), **sampled)))
-    return found
-
-
-def slow_copies(executor: Executor, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> collections.Counter[str]:
-    """Every copy takes a random while, and so does every turn; counts the copies by kind."""
-    counts: collections.Counter[str] = collections.Counter()
-    pool = executor.lanes._pool
-
-    def slowed(owner: object, name: str, seconds: float) -> None:
-        original = getattr(owner, name)
-
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            time.sleep(rng.random() * seconds)
-            result = original(*args, **kwargs)
-            time.sleep(rng.random() * seconds)
-            return result
-
-        monkeypatch.setattr(owner, name, slow)
-
-    for name, seconds in SPEED.items():
-        slowed(pool, name, seconds)
-    slowed(executor, "step", 0.003)
-    slowed(executor, "read", 0.003)
-    return counts
 
 
 @pytest.mark.parametrize("quantum", [1, 2, 3])
@@ -160,46 +80,7 @@ def test_sequences_that_wait_again_and_again_go_on_as_if_they_never_had(
                 await check(engine, alone, requests_of(rng, 8))
 
     with_engine(executor, test, quantum=quantum)
-    assert min(counts[name] for name in SPEED) > 0
-
-
-def poison(executor: Executor) -> int:
-    """NaN wherever no sequence and no cached block lies: records, pages, and the slots of empty lanes; how many."""
-    lanes, blocks = executor.lanes, executor.blocks
-    heads = executor.runner.config.num_kv_heads
-    free = [block for block in range(blocks.num_blocks) if not blocks._users[block] and block not in blocks._cached]
-    empty = [lane for lane, entry in enumerate(lanes._lanes) if entry is None]
-    poison_blocks(executor, free)
-    layers = []
-    for layer in lanes._state.layers:
-        tables = layer.residency
-        owned = [
-            slot
-            for lane in empty
-            for slot in range(int(tables.base[lane]), int(tables.base[lane] + tables.count[lane]))
-        ]
-        rows = jnp.asarray([slot * heads + head for slot in owned for head in range(heads)], jnp.int32)
-        layers.append(layer.__class__(**{**vars(layer), "slots": layer.slots.at[rows].set(jnp.nan)}))
-    lanes._state = lanes._state.__class__(**{**vars(lanes._state), "layers": tuple(layers)})
-    return len(free) + len(empty)
-
-
-def poison_blocks(executor: Executor, blocks: Sequence[int]) -> None:
-    """NaN in the records and pages of these blocks."""
-    lanes, heads = executor.lanes, executor.runner.config.num_kv_heads
-    rows = jnp.asarray([block * heads + head for block in blocks for head in range(heads)], jnp.int32)
-    pool = lanes._pool
-    # By way of the device: the sharding of its default memory, and back to where the pool lies.
-    device = jax.sharding.SingleDeviceSharding(lanes._device)
-    pool._pools = tuple(
-        jax.device_put(jax.device_put(records, device).at[rows].set(jnp.nan), records.sharding)
-        for records in pool._pools
-    )
-    where = jnp.asarray(blocks, jnp.int32)
-    layers = tuple(
-        layer.__class__(**{**vars(layer), "pages": layer.pages.at[where].set(jnp.nan)}) for layer in lanes._state.layers
-    )
-    lanes._state = lanes._state.__class__(**{**vars(lanes._state), "layers": layers})
+    assert min(counts[name] for name in DELAYS) > 0
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
@@ -242,3 +123,151 @@ def test_nothing_reads_what_is_free(
     assert evicted
     assert poisoned
     assert executor.usage.prefix_tokens > hits
+
+
+@pytest.mark.parametrize(
+    ("phase", "at_least", "count", "prompt", "max_tokens"),
+    [
+        ("decoding", 2, 1, 100, 500),
+        ("without_lane", 1, 3, 100, 200),
+        ("prefilling", 1, 1, 600, 30),
+        ("waiting", 2, 3, 500, 100),
+    ],
+)
+def test_who_leaves_is_gone_within_two_steps(
+    executor: Executor,
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    at_least: int,
+    count: int,
+    prompt: int,
+    max_tokens: int,
+) -> None:
+    """Wherever it is; the one that stays is not disturbed."""
+    rng = random.Random(3)
+    stays = (ids(rng, 20), SamplingParams(max_tokens=230))
+
+    async def test(engine: Engine) -> None:
+        ended: list[int] = []
+        end = engine._end
+
+        def noted(job: Job[Any]) -> None:
+            end(job)
+            ended.append(executor.usage.steps)
+
+        monkeypatch.setattr(engine, "_end", noted)
+        staying = asyncio.create_task(collect(await engine.submit(*stays)))
+        await until(lambda: executor.usage.steps > before)
+        leaving = [await engine.submit(ids(rng, prompt), SamplingParams(max_tokens=max_tokens)) for _ in range(count)]
+        await until(lambda: getattr(engine.stats(), phase) >= at_least)
+        for stream in leaving:
+            stream.cancel()
+        steps = executor.usage.steps
+        await until(lambda: len(ended) == count)
+        assert max(ended) <= steps + 2
+        assert (engine.stats().running, engine.stats().free_blocks) == (1, NUM_BLOCKS - 4)
+        assert await staying == alone(*stays)
+
+    before = executor.usage.steps
+    with_engine(executor, test, quantum=4)
+
+
+def test_a_prompt_that_fails_fails_alone(executor: Executor, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its last chunk, with a prefix that others use; whether the failing one comes first or in between."""
+    rng = random.Random(4)
+    beginning = ids(rng, 320)
+    good = [(beginning + ids(rng, 20), SamplingParams(max_tokens=20)) for _ in range(3)]
+    bad = beginning + ids(rng, 200)
+    prefill = executor.prefill
+
+    def fails(sequence: LaneSequence) -> int | None:
+        token = prefill(sequence)
+        if token is not None and sequence.known == len(bad):
+            raise RuntimeError("a chunk has failed")
+        return token
+
+    monkeypatch.setattr(executor, "prefill", fails)
+
+    async def failing(engine: Engine) -> None:
+        with pytest.raises(EngineError, match="a chunk has failed"):
+            await collect(await engine.submit(bad, SamplingParams(max_tokens=20)))
+
+    async def test(engine: Engine) -> None:
+        for _ in range(3):
+            await failing(engine)
+        assert (await engine.health()).status == "failing"
+        await asyncio.gather(failing(engine), check(engine, alone, good), failing(engine))
+        await check(engine, alone, good[:1])
+        assert (await engine.health()).status == "ready"
+
+    with_engine(executor, test)
+
+
+def test_a_request_that_gets_nowhere_ends_alone(
+    executor: Executor, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(5)
+    stuck, good = ids(rng, 333), (ids(rng, 200), SamplingParams(max_tokens=20))
+    prefill = executor.prefill
+
+    def gets_nowhere(sequence: LaneSequence) -> int | None:
+        if sequence.known == len(stuck):
+            time.sleep(0.001)
+            return None
+        return prefill(sequence)
+
+    monkeypatch.setattr(executor, "prefill", gets_nowhere)
+
+    async def test(engine: Engine) -> None:
+        waiting = asyncio.create_task(collect(await engine.submit(stuck, SamplingParams(max_tokens=5))))
+        await check(engine, alone, [good])
+        with pytest.raises(EngineError, match=r"longer than 3 s \(--request-seconds\)"):
+            await waiting
+
+    with_engine(executor, test, request_seconds=3)
+
+
+def test_a_short_prompt_waits_for_few_chunks_of_a_long_one(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its first token the device does at most three times what it does for the short one alone.
+
+    Counted in chunks and steps, the one under way included: on a CPU every chunk is the same program, and a clock would
+    measure the machine's load.
+    """
+    rng = random.Random(6)
+    gate = threading.Event()
+    work: list[str] = []
+    held_at, first_token_at = 0, 0
+    prefill, step = executor.prefill, executor.step
+
+    def counted_prefill(sequence: LaneSequence) -> int | None:
+        nonlocal first_token_at
+        if len(work) == held_at:
+            assert gate.wait(60)
+        work.append("chunk")
+        token = prefill(sequence)
+        if token is not None and sequence.known < LONG:
+            first_token_at = len(work)
+        return token
+
+    def counted_step() -> None:
+        work.append("step")
+        step()
+
+    monkeypatch.setattr(executor, "prefill", counted_prefill)
+    monkeypatch.setattr(executor, "step", counted_step)
+
+    async def test(engine: Engine) -> None:
+        nonlocal held_at
+        for short in (10, 200):
+            for begun in range(4):  # chunks of the long one before the short one comes
+                held_at = len(work) + begun
+                gate.clear()
+                long = await engine.submit(ids(rng, LONG), SamplingParams(max_tokens=1))
+                await until(lambda at=held_at: len(work) == at)
+                stream = await engine.submit(ids(rng, short), SamplingParams(max_tokens=1))
+                gate.set()
+                await asyncio.gather(collect(stream), collect(long))
+                assert first_token_at - held_at <= 3 * -(-short // CHUNK)
+
+    with_engine(executor, test)
