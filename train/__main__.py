@@ -11,6 +11,7 @@ from sparda_jax.checkpoint import CheckpointError
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.tokenizer import TokenizerError
 from sparda_jax.train.config import TrainConfig
+from sparda_jax.train.divergence import Objective
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import Start
 from sparda_jax.train.processes import is_first, join
@@ -58,6 +59,10 @@ def train(
     start: Annotated[
         Start, typer.Option(help="Without --init-forecast: the base's own queries, averaged over a group; or random.")
     ] = TrainConfig.start,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="published: every query alike; blocks: above all those that look for one block."),
+    ] = TrainConfig.objective,
     export_forecast: Annotated[
         Path | None, typer.Option(help="At the end, write the best step's Forecast: .safetensors or .pt.")
     ] = None,
@@ -100,6 +105,7 @@ def train(
             keep=keep,
             validation_rows=validation_rows,
             start=start,
+            objective=objective,
         )
         files = RunFiles(
             model=model,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparda_jax.config import ModelConfig
+from sparda_jax.train.divergence import Objective
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import Start
 from sparda_jax.train.packing import shortest_document
@@ -55,6 +56,7 @@ class TrainConfig:
         keep: newest checkpoints that are kept, besides the best one.
         validation_rows: documents that are set aside for validation, or read of a validation set, at most.
         start: what the weights are at first, without a Forecast to start from.
+        objective: what the loss compares.
     """
 
     seq_len: int
@@ -71,6 +73,7 @@ class TrainConfig:
     keep: int = 3
     validation_rows: int = 16
     start: Start = Start.QUERIES
+    objective: Objective = Objective.PUBLISHED
 
     def __post_init__(self) -> None:
         for name, (allowed, rule) in _ALLOWED.items():

@@ -24,7 +24,7 @@ from sparda_jax.train import attention, teacher
 from sparda_jax.train.attention import block_attention
 from sparda_jax.train.data import Batch
 from sparda_jax.train.forecast import predict
-from sparda_jax.train.loss import LossParts, SelectionQuality, forecast_loss
+from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, forecast_loss
 
 DATA = "data"
 
@@ -35,6 +35,7 @@ class LayerSums:
     """Sums over rows, micro-batches and devices, ``[layers]`` each, float32; see `LossParts` and `SelectionQuality`."""
 
     loss: Float[Array, "layers"]
+    weight: Float[Array, "layers"]
     pairs: Float[Array, "layers"]
     quality: SelectionQuality
 
@@ -42,7 +43,7 @@ class LayerSums:
     def zeros(cls, layers: int) -> Self:
         fields = [field.name for field in dataclasses.fields(SelectionQuality)]
         quality = SelectionQuality(**{name: jnp.zeros(layers) for name in fields})
-        return cls(loss=jnp.zeros(layers), pairs=jnp.zeros(layers), quality=quality)
+        return cls(loss=jnp.zeros(layers), weight=jnp.zeros(layers), pairs=jnp.zeros(layers), quality=quality)
 
     def add(self, layer: Int[Array, ""], parts: LossParts) -> Self:
         """With the sums of one more part of one layer."""
@@ -50,6 +51,7 @@ class LayerSums:
         return dataclasses.replace(
             self,
             loss=add(self.loss, parts.loss),
+            weight=add(self.weight, parts.weight),
             pairs=add(self.pairs, parts.pairs),
             quality=add(self.quality, parts.quality),
         )
@@ -82,6 +84,7 @@ class ForwardPass:
     Args:
         model: the base; a Forecast that it carries is not used. Its arrays may be dropped afterwards.
         mesh: with the axis ``data``.
+        objective: of the loss.
         query_chunk, key_tile: of the teacher and the loss; attention_chunk, attention_tile: of the base's attention.
             They change memory and time only.
     """
@@ -91,6 +94,7 @@ class ForwardPass:
         model: Decoder,
         mesh: Mesh,
         *,
+        objective: Objective = Objective.PUBLISHED,
         query_chunk: int = teacher.QUERY_CHUNK,
         key_tile: int = teacher.KEY_TILE,
         attention_chunk: int = attention.QUERY_CHUNK,
@@ -104,7 +108,7 @@ class ForwardPass:
             graphdef, weights = nnx.split(layer)
             self._layers.append((graphdef, self.everywhere(weights)))
         self._numbers = [self.everywhere(np.int32(number)) for number in range(len(self._layers))]
-        self._loss_tiles = {"chunk": query_chunk, "key_tile": key_tile}
+        self._loss_options = {"objective": objective, "chunk": query_chunk, "key_tile": key_tile}
         self._attention_tiles = {"chunk": attention_chunk, "key_tile": attention_tile}
         whole, rows = P(), P(DATA)
         self._embed = self._program(self._embed_rows, (whole, rows), rows)
@@ -218,7 +222,7 @@ class ForwardPass:
             rows.positions,
             rows.valid,
             self.config.sparse,
-            **self._loss_tiles,
+            **self._loss_options,
         )
         return parts.loss, parts
 
@@ -233,5 +237,5 @@ class ForwardPass:
 
 
 def _over_devices(parts: LossParts) -> LossParts:
-    sums = jax.lax.psum((parts.loss, parts.pairs, parts.quality), DATA)
-    return dataclasses.replace(parts, loss=sums[0], pairs=sums[1], quality=sums[2])
+    loss, weight, pairs, quality = jax.lax.psum((parts.loss, parts.weight, parts.pairs, parts.quality), DATA)
+    return dataclasses.replace(parts, loss=loss, weight=weight, pairs=pairs, quality=quality)

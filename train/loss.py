@@ -18,7 +18,6 @@ from sparda_jax.train._quality import SelectionQuality, selection_quality
 from sparda_jax.train._rows import (
     KEY_TILE,
     QUERY_CHUNK,
-    Keys,
     Queries,
     SelectionGrid,
     accumulated,
@@ -26,15 +25,14 @@ from sparda_jax.train._rows import (
     count_blocks,
     dot,
     join_chunks,
-    log_sum_exp,
     make_keys,
-    safe_log,
     split_chunks,
     split_queries,
 )
-from sparda_jax.train.teacher import TeacherScores, route_chunk, teacher_scores
+from sparda_jax.train.divergence import Objective, divergence
+from sparda_jax.train.teacher import route_chunk, teacher_scores
 
-__all__ = ["LossParts", "SelectionQuality", "forecast_loss"]
+__all__ = ["LossParts", "Objective", "SelectionQuality", "forecast_loss"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,21 +41,23 @@ class LossParts:
     """The loss of one layer over a batch, as sums, so that micro-batches and devices may be added.
 
     Attributes:
-        loss: sum of the divergences of all (query, KV head) pairs. The loss is ``loss / pairs``.
-        pairs: all pairs of valid queries, those without a supervised block included.
-        supervised_pairs: pairs with at least one supervised block; the others add 0 to ``loss``.
+        loss: sum over all (query, KV head) pairs of divergence times weight. The loss is ``loss / weight``.
+        weight: sum of the weights; by the published objective each pair of a valid query weighs 1.
+        pairs: all pairs of valid queries, those with nothing to learn included.
+        supervised_pairs: pairs with something to learn; the others add 0 to ``loss``.
         quality: metrics; costs nothing where a jitted caller drops it. No gradient.
         blocks: what `route` returns: the blocks that the base attends to.
     """
 
     loss: Float[Array, ""]
+    weight: Float[Array, ""]
     pairs: Int[Array, ""]
     supervised_pairs: Int[Array, ""]
     quality: SelectionQuality
     blocks: Int[Array, "batch kv_heads q_len selected"]
 
 
-@functools.partial(jax.jit, static_argnames=("sparse", "chunk", "key_tile"))
+@functools.partial(jax.jit, static_argnames=("sparse", "objective", "chunk", "key_tile"))
 def forecast_loss(
     student: Float[Array, "batch q_len kv_heads head_dim"],
     q: Float[Array, "batch q_len kv_heads group head_dim"],
@@ -66,10 +66,11 @@ def forecast_loss(
     valid: Bool[Array, "batch q_len"],
     sparse: SelectionGrid,
     *,
+    objective: Objective = Objective.PUBLISHED,
     chunk: int = QUERY_CHUNK,
     key_tile: int = KEY_TILE,
 ) -> LossParts:
-    """``sum KL(teacher || student)`` over supervised compressed keys and one rest entry; differentiable in ``student``.
+    """``sum KL(teacher || student)``, differentiable in ``student``.
 
     Only ``loss`` has a gradient, and only with respect to ``student``; that of q and k is zero. It is computed with the
     loss and costs one array like ``student``, in float32.
@@ -81,6 +82,7 @@ def forecast_loss(
             a multiple of ``block_size``; `check_packing` checks a batch on the host.
         valid: False for padding, whose student, q and k may hold anything.
         sparse: the `SparseConfig` of the model.
+        objective: over what the divergence is taken, and how much each pair weighs.
         chunk: queries at a time. key_tile: fine keys at a time; a multiple of ``block_size``. Both change memory and
             time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
 
@@ -90,21 +92,24 @@ def forecast_loss(
     Raises:
         ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
-    return _loss(sparse, chunk, key_tile, student, q, k, positions, valid)
+    return _loss((sparse, objective, chunk, key_tile), student, q, k, positions, valid)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(sparse, chunk, key_tile, student, q, k, positions, valid) -> LossParts:
-    parts, _ = _sweep(sparse, chunk, key_tile, student, q, k, positions, valid)
+_Options = tuple[SelectionGrid, Objective, int, int]  # as `forecast_loss` takes them
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options: _Options, student, q, k, positions, valid) -> LossParts:
+    parts, _ = _sweep(options, student, q, k, positions, valid)
     return parts
 
 
-def _loss_forward(sparse, chunk, key_tile, student, q, k, positions, valid):
-    parts, gradient = _sweep(sparse, chunk, key_tile, student, q, k, positions, valid)
+def _loss_forward(options: _Options, student, q, k, positions, valid):
+    parts, gradient = _sweep(options, student, q, k, positions, valid)
     return parts, (gradient, jnp.zeros((), student.dtype))
 
 
-def _loss_backward(sparse, chunk, key_tile, saved, cotangent: LossParts):
+def _loss_backward(options: _Options, saved, cotangent: LossParts):
     gradient, like = saved
     return (gradient * cotangent.loss).astype(like.dtype), None, None, None, None
 
@@ -113,9 +118,7 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _sweep(
-    sparse: SelectionGrid,
-    chunk: int,
-    key_tile: int,
+    options: _Options,
     student: Array,
     q: Array,
     k: Array,
@@ -123,6 +126,7 @@ def _sweep(
     valid: Array,
 ) -> tuple[LossParts, Float[Array, "batch q_len kv_heads head_dim"]]:
     """The loss and its gradient with respect to ``student``, chunk by chunk."""
+    sparse, objective, chunk, key_tile = options
     length = q.shape[1]
     blocks = count_blocks(length, sparse)
     keys = make_keys(k, positions, valid, sparse, key_tile)
@@ -134,13 +138,13 @@ def _sweep(
         ids = route_chunk(teacher, queries, sets, sparse)
         chosen = block_mask(ids, blocks)
         scores = dot("bqhd,bhwd->bhqw", student_rows, keys.compressed)
-        supervised = chosen & ~sets.forced
-        divergence, slope = _divergence(scores, teacher, supervised, queries, keys, sparse)
-        gradient = dot("bhqw,bhwd->bqhd", slope, accumulated(keys.compressed)) / np.sqrt(q.shape[-1])
+        found = divergence(objective, scores, teacher, chosen, queries, keys, sets, sparse)
+        gradient = dot("bhqw,bhwd->bqhd", found.slope, accumulated(keys.compressed)) / np.sqrt(q.shape[-1])
         parts = LossParts(
-            loss=jnp.sum(divergence),
+            loss=jnp.sum(found.loss),
+            weight=jnp.sum(found.weight),
             pairs=jnp.sum(queries.real) * q.shape[2],
-            supervised_pairs=jnp.sum(jnp.any(supervised, axis=-1)),
+            supervised_pairs=jnp.sum(found.active),
             quality=selection_quality(scores, teacher, chosen, queries, keys, sets, sparse),
             blocks=ids,
         )
@@ -151,36 +155,3 @@ def _sweep(
     sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
     parts = dataclasses.replace(sums, blocks=join_chunks(parts.blocks, 2)[:, :, :length])
     return parts, join_chunks(gradient, 1)[:, :length]
-
-
-def _divergence(
-    scores: Float[Array, "batch kv_heads chunk windows"],
-    teacher: TeacherScores,
-    supervised: Bool[Array, "batch kv_heads chunk blocks"],
-    queries: Queries,
-    keys: Keys,
-    grid: SelectionGrid,
-) -> tuple[Float[Array, "batch kv_heads chunk"], Float[Array, "batch kv_heads chunk windows"]]:
-    """KL of each pair, and its derivative with respect to the student's scaled logits (sections 11.4 and 11.5).
-
-    Everything about the student stays a logarithm, the rest entry too, so that no probability is lost to underflow.
-    """
-    windows = scores.shape[-1]
-    per_block = grid.block_size // grid.kernel_stride
-    inside = jnp.repeat(supervised, per_block, axis=-1)
-    inside = jnp.pad(inside, ((0, 0), (0, 0), (0, 0), (0, windows - inside.shape[-1])))
-    begins = jnp.arange(windows) * grid.kernel_stride
-    seen = (begins <= queries.index[:, None]) & (begins >= queries.start[..., None]) & keys.window_exists[:, None]
-    logits = jnp.where(seen[:, None], scores / np.sqrt(queries.q.shape[-1]), -jnp.inf)
-    # A supervised block lies before the local ones, so its pair has windows of both kinds; others are masked below.
-    active = jnp.any(supervised, axis=-1)
-    norm = log_sum_exp(logits)
-    rest_norm = log_sum_exp(jnp.where(inside, -jnp.inf, logits))
-
-    total = jnp.sum(teacher.aligned, axis=-1, keepdims=True)
-    target = teacher.aligned / jnp.where(total > 0, total, 1)
-    rest = jnp.sum(jnp.where(inside, 0, target), axis=-1, keepdims=True)
-    terms = jnp.where(inside & (target > 0), target * (safe_log(target) - (logits - norm)), 0)
-    divergence = jnp.sum(terms, axis=-1) + (rest * (safe_log(rest) - (rest_norm - norm)))[..., 0]
-    slope = jnp.exp(logits - norm) - jnp.where(inside, target, rest * jnp.exp(logits - rest_norm))
-    return jnp.where(active, divergence, 0), jnp.where(active[..., None], slope, 0)

@@ -24,14 +24,14 @@ QUALITY = {
 def describe(sums: LayerSums) -> Record:
     """Loss and quality of every layer and on average.
 
-    * ``loss``: divergence per (query, KV head) pair.
+    * ``loss``: divergence of the (query, KV head) pairs, averaged by their weights.
     * ``teacher_recall``, ``selector_recall``: share of the free blocks that the teacher, or InfLLM-V2 with the layer's
       own queries, chose and the Forecast chose as well; as many are chosen by each, so it is recall@k.
     * ``student_mass``, ``selector_mass``, ``teacher_mass``: share of the attention to free blocks that falls on those
       that the Forecast, InfLLM-V2 and the teacher chose.
     """
     host: Any = jax.device_get(sums)
-    record: Record = {"layer_loss": _quotients(host.loss, host.pairs)}
+    record: Record = {"layer_loss": _quotients(host.loss, host.weight)}
     record["loss"] = _mean(record["layer_loss"])
     for name, (part, whole) in QUALITY.items():
         record[f"layer_{name}"] = _quotients(getattr(host.quality, part), getattr(host.quality, whole))

@@ -103,7 +103,7 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     data = load_data(config, description, files, console)
     base = load_model(files.model, dtype=files.dtype)
     identity = config.identity() | {"base": _base_hash(base), "data": data.fingerprint}
-    forward = ForwardPass(base, Mesh(np.array(jax.devices()), (DATA,)))
+    forward = ForwardPass(base, Mesh(np.array(jax.devices()), (DATA,)), objective=config.objective)
     weights = _first_weights(config, files, base)
     del base  # its arrays are on the mesh now
     with (

@@ -132,8 +132,8 @@ def _update(
     gradient: Float[Array, "layers hidden outputs"],
     sums: LayerSums,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One step of the optimiser with the gradient of ``sum over layers of loss / pairs``."""
-    gradient = gradient / jnp.maximum(sums.pairs, 1)[:, None, None]
+    """One step of the optimiser with the gradient of ``sum over layers of loss / weight``."""
+    gradient = gradient / jnp.where(sums.weight > 0, sums.weight, 1)[:, None, None]
     norms = {
         "grad_norm": optax.tree.norm(gradient),
         "layer_grad_norm": jnp.sqrt(jnp.sum(gradient**2, axis=(1, 2))),

@@ -159,3 +159,26 @@ def differentiable_loss(
     log_rest = np.log(np.where(rest_target > 0, rest_target, 1))
     kl = jnp.sum(terms, axis=-1) + rest_target * (log_rest - jnp.log(rest))
     return jnp.mean(jnp.where(active, kl, 0))
+
+
+def differentiable_block_loss(
+    student: Float[jax.Array, "length kv_heads head_dim"], traced: Trace, grid: Grid
+) -> Float[jax.Array, ""]:
+    """The weighted mean of the objective over blocks (11.8), pair by pair; only ``student`` is no constant."""
+    kv_heads, length, pairs = traced.fine.shape
+    group = traced.fine[0, -1].sum()
+    total, weights = jnp.zeros(()), 0.0
+    for head, query in np.ndindex(kv_heads, length):
+        own = query // grid.block_size
+        if own + 1 <= grid.num_selected_blocks:
+            continue
+        free = np.arange(grid.init_blocks, own - grid.local_blocks)
+        # Fine key i ends with token i + 1.
+        mass = np.bincount(np.arange(1, pairs + 1) // grid.block_size, traced.fine[head, query])[free] / group
+        target = mass / mass.sum()
+        windows = (grid.per_block * free[:, None] + np.arange(grid.per_block)).ravel()
+        logits = jnp.dot(traced.compressed[head, windows], student[query, head], precision="highest")
+        likelihood = jax.nn.softmax(logits / np.sqrt(student.shape[-1])).reshape(len(free), -1).sum(axis=1)
+        total += mass.max() * jnp.sum(target * (np.log(target) - jnp.log(likelihood)))
+        weights += mass.max()
+    return total / weights

@@ -20,6 +20,7 @@ from sparda_jax.train.corpus import Corpus
 from sparda_jax.train.data import Batch, TrainingRows, validation_batches
 from sparda_jax.train.forecast import fresh_weights
 from sparda_jax.train.forward import DATA, ForwardPass
+from sparda_jax.train.loss import Objective
 from sparda_jax.train.metrics import Record
 from sparda_jax.train.state import TrainState
 from sparda_jax.train.trainer import Trainer
@@ -111,10 +112,14 @@ def make_mesh(devices: int = 1) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), (DATA,))
 
 
-@functools.cache
-def forward_pass(**model: int) -> ForwardPass:
+def forward_pass(*, objective: Objective = Objective.PUBLISHED, **model: int) -> ForwardPass:
     """One process compiles each model's programs once."""
-    return ForwardPass(tiny_model(**model), make_mesh())
+    return _forward_pass(objective, **model)
+
+
+@functools.cache
+def _forward_pass(objective: Objective, **model: int) -> ForwardPass:
+    return ForwardPass(tiny_model(**model), make_mesh(), objective=objective)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,7 +155,7 @@ def run_training(
 
     trainer = Trainer(
         config,
-        forward_pass(**model),
+        forward_pass(objective=config.objective, **model),
         rows or make_rows(config, base),
         validation,
         report=report,

@@ -95,8 +95,8 @@ class TestWholeRun:
         assert first["loss"] == pytest.approx(min(losses.values()), rel=0.05)
 
         assert "--resume goes on with it" in error_of(call(folder, out, "--steps", "6"))
-        wrong = error_of(call(folder, out, "--steps", "6", "--resume", "--learning-rate", "1e-3"))
-        assert "another run" in wrong
+        for other in (("--learning-rate", "1e-3"), ("--objective", "blocks")):
+            assert "another run" in error_of(call(folder, out, "--steps", "6", "--resume", *other))
         assert "no step 3; there are 2, 4" in error_of(call(folder, out, "--steps", "6", "--resume-step", "3"))
         assert list(read_metrics(out / METRICS_FILE)) == records
 

@@ -16,7 +16,7 @@ from sparda_jax.train._rows import check_packing
 from sparda_jax.train.data import Batch
 from sparda_jax.train.forecast import fresh_weights, predict
 from sparda_jax.train.forward import ForwardPass, LayerSums
-from sparda_jax.train.loss import forecast_loss
+from sparda_jax.train.loss import Objective, forecast_loss
 from sparda_jax.train.teacher import route
 from tests.train.support import forward_pass, make_config, make_mesh, make_rows, random_corpus, tiny_model
 
@@ -27,7 +27,7 @@ def learn(forward: ForwardPass, weights: np.ndarray, batch: Batch) -> tuple[np.n
     return np.asarray(gradient), sums
 
 
-def plain_losses(weights: jax.Array, batch: Batch) -> jax.Array:
+def plain_losses(weights: jax.Array, batch: Batch, objective: Objective) -> jax.Array:
     """Sums of the loss by layer: one plain pass of the decoder that autodiff sees whole."""
     model = tiny_model()
     config, sparse = model.config, model.config.sparse
@@ -40,7 +40,8 @@ def plain_losses(weights: jax.Array, batch: Batch) -> jax.Array:
         normed = projections.normed if seen is None else seen
         student = predict(weights[len(losses)], normed, positions, config)
         q = group_heads(projections.q, config)
-        losses.append(forecast_loss(student, q, projections.k, positions, valid, sparse).loss)
+        parts = forecast_loss(student, q, projections.k, positions, valid, sparse, objective=objective)
+        losses.append(parts.loss)
         seen = projections.normed
         ids = route(q, projections.k, positions, valid, sparse)
         length = positions.shape[1]
@@ -67,12 +68,15 @@ def test_batches_are_packed_as_the_loss_wants_them(batch: Batch) -> None:
     check_packing(batch.positions, batch.segments > 0, tiny_model().config.sparse)
 
 
-def test_losses_and_gradients_are_those_of_one_plain_pass(batch: Batch) -> None:
+@pytest.mark.parametrize("objective", Objective)
+def test_losses_and_gradients_are_those_of_one_plain_pass(batch: Batch, objective: Objective) -> None:
     weights = fresh_weights(tiny_model().config, 3)
-    gradient, sums = learn(forward_pass(), weights, batch)
-    losses, jacobian = plain_losses(jnp.asarray(weights), batch), jax.jacrev(plain_losses)(jnp.asarray(weights), batch)
+    gradient, sums = learn(forward_pass(objective=objective), weights, batch)
+    losses = plain_losses(jnp.asarray(weights), batch, objective)
+    jacobian = jax.jacrev(plain_losses)(jnp.asarray(weights), batch, objective)
     np.testing.assert_allclose(sums.loss, losses, rtol=1e-5)
     assert (np.asarray(sums.pairs) == 2 * (batch.segments > 0).sum()).all()
+    assert (np.asarray(sums.weight == sums.pairs) == (objective is Objective.PUBLISHED)).all()
     scale = np.abs(jacobian).max(axis=(2, 3))
     for layer in range(2):
         assert scale[layer, layer] > 1e-3

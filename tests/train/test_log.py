@@ -26,7 +26,8 @@ def sums(**quality: list[float]) -> LayerSums:
     names = [field.name for field in dataclasses.fields(SelectionQuality)]
     return LayerSums(
         loss=jnp.asarray([3.0, 8.0]),
-        pairs=jnp.asarray([10.0, 10.0]),
+        weight=jnp.asarray([10.0, 10.0]),
+        pairs=jnp.asarray([15.0, 15.0]),
         quality=SelectionQuality(**{name: jnp.asarray(quality.get(name, [0.0, 0.0])) for name in names}),
     )
 

@@ -16,29 +16,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparda_jax.config import SparseConfig
-from sparda_jax.train.loss import LossParts, forecast_loss
+from sparda_jax.train.loss import LossParts, Objective, forecast_loss
 from sparda_jax.train.teacher import route
 from tests.train.loss_cases import GOLDEN, SMALL, Document, Row, closed_form, drawn, packed
-from tests.train.loss_oracle import Grid, differentiable_loss, trace
+from tests.train.loss_oracle import Grid, differentiable_block_loss, differentiable_loss, trace
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def value_and_gradient(
-    arrays: tuple[jax.Array, ...], grid: Grid, chunk: int, key_tile: int
+    arrays: tuple[jax.Array, ...],
+    grid: Grid,
+    chunk: int,
+    key_tile: int,
+    objective: Objective = Objective.PUBLISHED,
 ) -> tuple[jax.Array, LossParts, jax.Array]:
     """The mean loss, its parts, and the gradient of the mean with respect to the student."""
 
     def loss(student: jax.Array) -> tuple[jax.Array, LossParts]:
-        parts = forecast_loss(student, *arrays[1:], grid, chunk=chunk, key_tile=key_tile)
-        return parts.loss / parts.pairs, parts
+        parts = forecast_loss(student, *arrays[1:], grid, objective=objective, chunk=chunk, key_tile=key_tile)
+        return parts.loss / parts.weight, parts
 
     (value, parts), gradient = jax.value_and_grad(loss, has_aux=True)(arrays[0])
     return value, parts, gradient
 
 
-def run(row: Row, grid: Grid = SMALL, chunk: int = 64, key_tile: int = 64) -> tuple[float, LossParts, np.ndarray]:
+def run(
+    row: Row,
+    grid: Grid = SMALL,
+    chunk: int = 64,
+    key_tile: int = 64,
+    objective: Objective = Objective.PUBLISHED,
+) -> tuple[float, LossParts, np.ndarray]:
     """Of a row of batch 1; the gradient is [T, H, D] in float64."""
-    value, parts, gradient = value_and_gradient(row.arrays, grid, chunk, key_tile)
+    value, parts, gradient = value_and_gradient(row.arrays, grid, chunk, key_tile, objective)
     return float(value), jax.device_get(parts), np.asarray(gradient, np.float64)[0]
 
 
@@ -146,6 +156,67 @@ class TestGradient:
         np.testing.assert_allclose(value, loss, rtol=1e-2)
         cosine = np.sum(ours * gradient) / np.linalg.norm(ours) / np.linalg.norm(gradient)
         assert cosine > 0.999
+
+
+class TestBlocks:
+    """The objective over blocks (section 11.8)."""
+
+    @pytest.mark.parametrize("seed", [40, 41, 42])
+    def test_equals_autodiff_of_the_definition(self, seed: int):
+        document = drawn(seed, 150)
+        traced = trace(document.student, document.q, document.k, SMALL)
+        with jax.enable_x64(True):
+            loss, gradient = jax.value_and_grad(differentiable_block_loss)(jnp.asarray(document.student), traced, SMALL)
+            loss, gradient = float(loss), np.asarray(gradient)
+        value, parts, ours = run(packed([document]), objective=Objective.BLOCKS)
+        np.testing.assert_allclose(value, loss, rtol=2e-6)
+        assert relative_error(ours, gradient) < 3e-6
+        # Blocks 0 .. 5 leave no choice, so learning starts in block 6.
+        assert not ours[:96].any()
+        assert parts.supervised_pairs == 2 * (150 - 96)
+        assert parts.pairs == 300
+
+    def test_packed_documents_are_as_alone(self):
+        documents = [drawn(43, 160), drawn(44, 5), drawn(45, 131)]
+        row = packed(documents, after=21)
+        _, parts, gradient = run(row, chunk=48, key_tile=32, objective=Objective.BLOCKS)
+        length = row.arrays[4].shape[1]
+        pieces = [packed([d], after=length - len(d)) for d in documents]
+        alone = [run(piece, chunk=48, key_tile=32, objective=Objective.BLOCKS) for piece in pieces]
+        np.testing.assert_allclose(parts.loss, sum(float(p.loss) for _, p, _ in alone), rtol=1e-6)
+        np.testing.assert_allclose(parts.weight, sum(float(p.weight) for _, p, _ in alone), rtol=1e-6)
+        assert alone[1][1].weight == 0
+        for place, document, (_, part, theirs) in zip(row.places, documents, alone, strict=True):
+            here = gradient[place : place + len(document)] * parts.weight
+            if part.weight:
+                np.testing.assert_allclose(here, theirs[: len(document)] * part.weight, rtol=1e-4, atol=1e-6)
+            else:
+                assert not here.any()
+
+    def test_far_off_students_and_sharp_teachers_stay_finite(self):
+        document = drawn(46, 150)
+        extreme = Document(student=1e3 * document.student, q=1e4 * document.q, k=document.k)
+        value, _, gradient = run(packed([extreme]), objective=Objective.BLOCKS)
+        assert math.isfinite(value)
+        assert np.isfinite(gradient).all()
+        assert gradient.any()
+
+    def test_learning_puts_the_largest_block_first(self):
+        """A free student per query, fitted for some steps, chooses nearly all the mass that two blocks can have."""
+        document = drawn(47, 250, head_dim=64)
+        row = packed([document])
+        optimizer = optax.adam(0.2)
+        student = jnp.asarray(np.random.default_rng(48).normal(size=row.arrays[0].shape), jnp.float32)
+        state = optimizer.init(student)
+        shares = []
+        for _ in range(40):
+            arrays = (student, *row.arrays[1:])
+            _, parts, gradient = value_and_gradient(arrays, SMALL, 250, 256, Objective.BLOCKS)
+            updates, state = optimizer.update(gradient, state)
+            student = student + jnp.asarray(updates)
+            shares.append(float(parts.quality.student_mass / parts.quality.teacher_mass))
+        assert shares[0] < 0.7
+        assert shares[-1] > 0.95
 
 
 class TestRowsWithLittleToLearn:

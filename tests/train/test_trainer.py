@@ -16,6 +16,7 @@ from sparda_jax.train.data import Batch
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import fresh_weights
 from sparda_jax.train.forward import ForwardPass
+from sparda_jax.train.loss import Objective
 from sparda_jax.train.metrics import Record
 from sparda_jax.train.state import TrainState, apply_gradient, init_state, learning_rate, make_optimizer
 from sparda_jax.train.trainer import Trainer
@@ -93,12 +94,13 @@ class TestGoingOn:
 
 
 class TestAccumulation:
-    def test_micro_batches_are_a_batch(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("objective", Objective)
+    def test_micro_batches_are_a_batch(self, tmp_path: Path, objective: Objective) -> None:
         """The same rows in one, two or four parts: the same step, although rows have different numbers of tokens."""
         lengths = (500, 300, 400, 512, 350, 260, 480, 300)
         runs = []
         for size in (4, 2, 1):
-            config = make_config(batch_size=4, micro_batch_size=size, steps=2)
+            config = make_config(batch_size=4, micro_batch_size=size, steps=2, objective=objective)
             rows = make_rows(config, tiny_model(), random_corpus(lengths))
             runs.append(run_training(tmp_path / str(size), config, rows=rows))
         assert runs[0].records[0]["tokens"] < 4 * 512
