@@ -12,6 +12,7 @@ from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_deco
 from sparda_jax.pallas_kernels.record_copy import fetch_records, write_back_records
 from sparda_jax.pallas_kernels.residency import empty_residency, plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
+from sparda_jax.pallas_kernels.token_append import append_token
 from tests.h200.harness import pinned_host
 
 BLOCK = 64
@@ -136,6 +137,18 @@ def write_back(g: Geometry) -> Case:
     return Case(call=partial(write_back_records, segments=g.segments), args=(plan, slots, pool), donated=2)
 
 
+def append(g: Geometry) -> Case:
+    """Slots and pages as one argument, since both are updated in place."""
+    cache = (g.bf16(g.segments * 128, *g.record), g.bf16(g.batch * g.blocks, g.kv_heads, 4, g.head_dim))
+    row = g.bf16(g.batch, g.kv_heads, g.head_dim)
+    tables = (g.int32(g.batch, g.kv_heads, g.blocks), g.int32(g.batch, g.blocks), g.int32(g.batch))
+
+    def call(cache: tuple[jax.Array, jax.Array], *rest: jax.Array, backend: str) -> tuple[jax.Array, jax.Array]:
+        return append_token(*cache, *rest, kernel_size=32, kernel_stride=16, backend=backend)
+
+    return Case(call=call, args=(cache, row, row, *tables), donated=0)
+
+
 def _copied(g: Geometry) -> tuple[jax.ShapeDtypeStruct, jax.Array, jax.ShapeDtypeStruct]:
     plan = g.int32(g.segments * (1 + 2 * g.width))
     return plan, pinned_host((256, *g.record), jnp.bfloat16), g.bf16(g.segments * 128, *g.record)
@@ -149,3 +162,5 @@ OPERATIONS = {
     "fetch": fetch,
     "write_back": write_back,
 }
+TRITON_OPERATIONS = {"append": append}
+"""Those without a kernel of their own for Hopper."""

@@ -6,17 +6,20 @@ import jax
 import pytest
 
 from sparda_jax.pallas_kernels.backend import Backend
-from tests.h200.cases import GEOMETRIES, OPERATIONS
+from tests.h200.cases import GEOMETRIES, OPERATIONS, TRITON_OPERATIONS
 from tests.h200.harness import compile_for_h200, needs_compiler
 
 pytestmark = needs_compiler
 
 
-@pytest.mark.parametrize("backend", [Backend.TRITON, Backend.MOSAIC_GPU])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("operation", "backend"),
+    [(name, backend) for name in OPERATIONS for backend in (Backend.TRITON, Backend.MOSAIC_GPU)]
+    + [(name, Backend.TRITON) for name in TRITON_OPERATIONS],
+)
 def test_kernels_fit_an_h200(operation: str, geometry: str, backend: Backend) -> None:
-    case = OPERATIONS[operation](GEOMETRIES[geometry])
+    case = (OPERATIONS | TRITON_OPERATIONS)[operation](GEOMETRIES[geometry])
     call = functools.partial(case.call, backend=backend)
     compiled = compile_for_h200(call, *case.args, donate_argnums=() if case.donated is None else case.donated)
 
