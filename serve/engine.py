@@ -1,7 +1,7 @@
 """The engine: one thread that owns the device. It shares lanes, blocks and steps among the requests.
 
 What it promises to the HTTP layer is `Engine`'s public methods and `TokenEvent`. What it asks of the device is
-`ExecutorLike`; who gets what is the `Scheduler`'s decision. A turn is: admit, park and place, launch a decode step of
+`ExecutorLike`; who gets what is the `Scheduler`'s decision. A turn is: park and place, admit, launch a decode step of
 all lanes, run one prefill chunk, and only then read the tokens of the step before. So the device has its next step
 before anybody has looked at the last one; a sequence that has ended takes part in one step more, and that token is
 dropped.
@@ -366,8 +366,6 @@ class Engine:
         try:
             for _, job in turn.parked:
                 executor.park(job.sequence)
-            for job in turn.admitted:
-                self._guard(job, self._begin)
             for lane, job in turn.placed:
                 executor.place(lane, job.sequence)
             with self._wake:
@@ -376,6 +374,9 @@ class Engine:
                 if job.phase is Phase.READY and not job.settled:
                     executor.park(job.sequence)  # its blocks go to the pool, and staging is free for the next
                     job.settled = True
+            # Only now: who waited for the prompt before it finds that prompt's blocks.
+            for job in turn.admitted:
+                self._guard(job, self._begin)
             running = [job for job in jobs if job.phase is Phase.RUNNING]
             # A step more would be for tokens that nobody asked for, if all have theirs on the way.
             stepping = any(job.launched + 1 < job.max_tokens for job in running)

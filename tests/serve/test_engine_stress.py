@@ -125,6 +125,47 @@ def test_nothing_reads_what_is_free(
     assert executor.usage.prefix_tokens > hits
 
 
+def test_a_prompt_may_begin_with_an_answer_that_goes_on(executor: Executor, alone: Alone) -> None:
+    """At every token around the end of a block: only blocks whose last token is stored can be found."""
+    params, one = SamplingParams(max_tokens=100), SamplingParams(max_tokens=1)
+    prompt = ids(random.Random(8), 309)
+    answer = alone(prompt, params)
+    sequence = executor.start(prompt, params)
+    while (token := executor.prefill(sequence)) is None:
+        pass
+    executor.fed(sequence, token)
+    executor.place(0, sequence)
+    for known in range(2, 20):
+        executor.step()
+        ((_, token),) = executor.read()
+        assert token == answer[known - 1]
+        executor.fed(sequence, token)
+        longer = [*prompt, *answer[:known], 5]
+        other = executor.start(longer, one)
+        while (token := executor.prefill(other)) is None:
+            pass
+        assert token == alone(longer, one)[0], known
+        executor.release(other)
+    executor.release(sequence)
+
+
+def test_who_waited_for_the_same_prompt_reads_it_back(
+    executor: Executor, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room to prefill one at a time, so the second one begins when the first one is done."""
+    monkeypatch.setattr(executor, "staging_tokens", 512)
+    prompt = ids(random.Random(9), 500)
+    params = SamplingParams(max_tokens=5)
+    alone(prompt, params)
+    before = executor.usage.prefix_tokens
+
+    async def test(engine: Engine) -> None:
+        await check(engine, alone, [(prompt, params)] * 2)
+
+    with_engine(executor, test)
+    assert executor.usage.prefix_tokens - before == 448
+
+
 @pytest.mark.parametrize(
     ("phase", "at_least", "count", "prompt", "max_tokens"),
     [
