@@ -15,6 +15,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scored_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another one, whose sparse tokens choose one of their four blocks by score: any block may be read."""
+    """Another one, whose answers depend on all that they read, wherever it lies.
+
+    Sharp attention makes each token's keys and values matter, and a sparse token has one of its four blocks by score.
+    """
     sparse = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": 256}
-    return write_checkpoint(tmp_path_factory.mktemp("scored"), sparse_config=sparse)
+    folder = tmp_path_factory.mktemp("scored")
+    return write_checkpoint(folder, sparse_config=sparse, initializer_range=0.4, tie_word_embeddings=False)

@@ -75,12 +75,10 @@ def test_sequences_that_wait_again_and_again_go_on_as_if_they_never_had(
     before = executor.usage.parked
 
     async def test(engine: Engine) -> None:
-        for _ in range(rounds):
-            while (executor.usage.parked - before) < 20 * rounds or not counts["load"]:
-                await check(engine, alone, requests_of(rng, 8))
+        while executor.usage.parked - before < 20 * rounds or not all(counts[name] for name in DELAYS):
+            await check(engine, alone, requests_of(rng, 8))
 
     with_engine(executor, test, quantum=quantum)
-    assert min(counts[name] for name in DELAYS) > 0
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
