@@ -79,10 +79,10 @@ class RunLog:
         if record["kind"] == "validation":
             self._progress.console.print(validation_table(record))
             return
-        self._progress.update(self._task, completed=record["step"], description=f"loss {record['loss']:.4f}")
+        self._progress.update(self._task, completed=record["step"], description=f"loss {_loss(record['loss'])}")
         if record["step"] % self._print_every == 0:
             self._progress.console.print(
-                f"step {record['step']}: loss {record['loss']:.4f}, recall {_percent(record['teacher_recall'])}, "
+                f"step {record['step']}: loss {_loss(record['loss'])}, recall {_percent(record['teacher_recall'])}, "
                 f"gradient {record['grad_norm']:.3g}, {record['tokens_per_s']:.0f} tokens/s"
             )
 
@@ -123,8 +123,13 @@ def validation_table(record: Record) -> Table:
     )
     rows = [[record[f"layer_{name}"][layer] for name in columns] for layer in range(len(record["layer_loss"]))]
     for label, (loss, *shares) in [*enumerate(rows), ("all", [record[name] for name in columns])]:
-        table.add_row(str(label), f"{loss:.4f}", *map(_percent, shares))
+        table.add_row(str(label), _loss(loss), *map(_percent, shares))
     return table
+
+
+def _loss(loss: float | None) -> str:
+    """Nothing to tell where no query of the rows had a block to choose."""
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _percent(share: float | None) -> str:

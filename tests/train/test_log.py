@@ -17,7 +17,7 @@ from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.event_file import EventFile
 from sparda_jax.train.forward import LayerSums
-from sparda_jax.train.log import METRICS_FILE, RunLog, read_metrics
+from sparda_jax.train.log import METRICS_FILE, RunLog, read_metrics, validation_table
 from sparda_jax.train.loss import SelectionQuality
 from sparda_jax.train.metrics import Record, describe, not_finite
 
@@ -220,3 +220,14 @@ def test_curves_show_the_numbers(tmp_path: Path) -> None:
         pictures.append((tmp_path / f"{name}.png").read_bytes())
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert len(set(pictures)) == 3
+
+
+def test_rows_without_a_block_to_choose_have_no_loss() -> None:
+    """As all rows have that are no longer than a selection."""
+    names = ("loss", "teacher_recall", "selector_recall", "student_mass", "selector_mass", "teacher_mass")
+    record = (
+        {"kind": "validation", "step": 1} | dict.fromkeys(names) | {f"layer_{name}": [None, None] for name in names}
+    )
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(validation_table(record))
+    assert console.export_text().count("- ") >= 3 * 6
