@@ -125,7 +125,7 @@ def mixed_requests(rng: random.Random, count: int) -> list[dict[str, Any]]:
             case 1:
                 prompt = [*rng.choice(prefixes), *_ids(rng, rng.randint(1, 80))]
             case _:
-                prompt = _ids(rng, rng.randint(200, 600))
+                prompt = _ids(rng, rng.randint(200, 580))
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.choice([1, 2, 7, 15, 30])}
         if rng.random() < 0.4:
             body |= {"temperature": rng.choice([0.7, 1.2]), "top_p": 0.9, "seed": rng.randrange(2**32)}
