@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +142,7 @@ class TestTriton(TokenAppendCases):
 @pytest.mark.gpu
 class TestTritonOnGpu(TokenAppendCases):
     @pytest.fixture
-    def backend(self) -> Iterator[str]:
+    def backend(self) -> str:
         assert jax.default_backend() == "gpu"
         return Backend.TRITON
 
