@@ -55,6 +55,10 @@ def main(
     host_pool_gib: Annotated[
         float | None, typer.Option(help="Size of the pinned host pool; all lanes at full length if left out.")
     ] = None,
+    copy_ctas: Annotated[
+        int | None,
+        typer.Option(help="Thread blocks of the kernel that fetches blocks; timed at start if left out."),
+    ] = None,
     prefix_cache: Annotated[
         bool,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Keep finished blocks for prompts that begin alike."),
@@ -99,6 +103,7 @@ def main(
             max_active=max_active,
             slots=slots,
             host_pool_gib=host_pool_gib,
+            copy_ctas=copy_ctas,
             prefix_cache=prefix_cache,
             park_after=park_after,
             request_seconds=request_seconds,

@@ -63,6 +63,7 @@ class ExecutorLike[S: SequenceLike](Protocol):
     block_size: int
     staging_tokens: int
 
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def start(self, prompt: Sequence[int], params: SamplingParams) -> S: ...
     def prefill(self, sequence: S) -> int | None: ...
     def place(self, lane: int, sequence: S) -> None: ...
@@ -417,11 +418,13 @@ class Engine:
 
     def _begin(self, job: Job[Any]) -> None:
         try:
-            job.sequence = self._executor.start(job.prompt, job.params)
+            self._executor.check(job.prompt, job.params)
         except ValueError as error:
             job.post(RequestRejected(str(error)))
             self._end(job)
             return
+        # From here on a ValueError is not the client's fault: JAX raises them, too.
+        job.sequence = self._executor.start(job.prompt, job.params)
         self._of_sequence[job.sequence] = job
         self._report_prefill(job)
 

@@ -100,12 +100,16 @@ class Executor:
         """Whether prompts that begin alike use the same blocks."""
         return self._salt is not None
 
-    def start(self, prompt: Sequence[int], params: SamplingParams) -> LaneSequence:
-        """Begins a request, behind as much of its prompt as the cache holds.
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuses what could not run.
 
         Raises:
-            ValueError: the runner refuses it.
+            ValueError: see `Runner.check`.
         """
+        self.runner.check(prompt, params)
+
+    def start(self, prompt: Sequence[int], params: SamplingParams) -> LaneSequence:
+        """Begins a request that `check` lets pass, behind as much of its prompt as the cache holds."""
         shared: list[int] = []
         chain = None
         if self._salt is not None:

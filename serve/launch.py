@@ -95,6 +95,10 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
     report.print(console)
     salt = prefix_salt(report.runner, settings.served_name)
     executor = make_executor(report.runner, report.plan, report.limits, settings, salt)
+    plan, shape = executor.lanes.plan, executor.lanes.shape
+    if shape.slots_per_lane < shape.max_blocks:
+        ctas = plan.copies.ctas or "the kernel's own number"
+        console.print(f"fetch {plan.fetch.value}, thread blocks of a copy: {ctas} (--copy-ctas)")
     started = time.monotonic()
     ready = threading.Event()
     failures: list[BaseException] = []

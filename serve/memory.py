@@ -13,6 +13,7 @@ from sparda_jax.config import ConfigError
 from sparda_jax.fit import auto_slots, check_fits, gib, largest_batch, settle_fetch
 from sparda_jax.generate import Runner
 from sparda_jax.machine import Bound, Limits, read_limits
+from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.planned_lanes import demand_for, planned_lanes
 from sparda_jax.serve.executor import Executor
 from sparda_jax.serve.settings import Settings
@@ -72,6 +73,7 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         demand,
         slots_per_lane=plan.shape.slots_per_lane,
         limits=limits,
+        copies=None if settings.copy_ctas is None else CopySettings(ctas=settings.copy_ctas),
         skew=runner.skew,
         blocks=blocks,
     )

@@ -24,6 +24,7 @@ class Settings:
         max_active: decode lanes; None: as many as fit into memory, 16 at most on a GPU and 4 on a CPU.
         slots: blocks of a lane in device memory, per layer and KV head; None: as many as fit.
         host_pool_gib: size of the host pool; None: every lane at its full length.
+        copy_ctas: thread blocks of the kernel that fetches; None: the fewest that are about as fast as the best number.
         prefix_cache: whether finished blocks serve later prompts that begin alike.
         park_after: tokens after which a request gives up its lane if another one waits for it.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
@@ -41,6 +42,7 @@ class Settings:
     max_active: int | None = None
     slots: int | None = None
     host_pool_gib: float | None = None
+    copy_ctas: int | None = None
     prefix_cache: bool = True
     park_after: int = 256
     max_queue: int = 64
@@ -67,6 +69,7 @@ class Settings:
                 self.host_pool_gib is None or (math.isfinite(self.host_pool_gib) and self.host_pool_gib > 0),
                 "a finite number above 0",
             ),
+            ("--copy-ctas", self.copy_ctas, self.copy_ctas is None or self.copy_ctas >= 1, "at least 1"),
             ("--park-after", self.park_after, self.park_after >= 1, "at least 1"),
             ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),
             (

@@ -161,18 +161,26 @@ class Runner:
         if not prompts:
             raise ValueError("prompts is empty: give at least one prompt")
         for prompt, param in zip(prompts, params, strict=True):
-            if not len(prompt):
-                raise ValueError("prompt is empty: give at least one token")
-            if not 0 <= min(prompt) <= max(prompt) < self.config.vocab_size:
-                raise ValueError(
-                    f"prompt holds token ids {min(prompt)}..{max(prompt)}, outside vocab_size={self.config.vocab_size}"
-                )
-            if len(prompt) + param.max_tokens > self.max_model_len:
-                raise ValueError(
-                    f"prompt of {len(prompt)} tokens and max_tokens={param.max_tokens} exceed "
-                    f"max_model_len={self.max_model_len}: shorten one of them or raise --max-model-len"
-                )
+            self.check(prompt, param)
         return Lanes(self, prompts, params)
+
+    def check(self, prompt: Seq[int], params: SamplingParams) -> None:
+        """Refuses a request that could not run; nothing is computed.
+
+        Raises:
+            ValueError: an empty prompt, a token id outside the vocabulary, or more tokens than fit.
+        """
+        if not len(prompt):
+            raise ValueError("prompt is empty: give at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self.config.vocab_size:
+            raise ValueError(
+                f"prompt holds token ids {min(prompt)}..{max(prompt)}, outside vocab_size={self.config.vocab_size}"
+            )
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
+                f"max_model_len={self.max_model_len}: shorten one of them or raise --max-model-len"
+            )
 
     def capacity_for(self, length: int) -> int:
         """The cache bucket, in tokens, of sequences of ``length``: attention runs over this width, not the maximum."""

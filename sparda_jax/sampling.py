@@ -88,10 +88,10 @@ def sample(
 def _draw(logits: Float[Array, "vocab"], state: SamplingState, position: Int[Array, ""]) -> Int[Array, ""]:
     vocab = logits.shape[0]
     rank = jnp.arange(vocab)
-    # With three operands, XLA sorts by kernels of its own. Two that are long and alone become a library call that no
-    # CUDA graph takes, so that the host would wait for every step.
-    _, order, ranked = jax.lax.sort((-logits, rank, logits), num_keys=1)
-    ranked = ranked / jnp.maximum(state.temperature, 1e-6)
+    # The index is a key of its own: what sorts by one key alone, and is long, XLA makes a library call that no CUDA
+    # graph takes, so that the host would wait for every step.
+    _, order = jax.lax.sort((-logits, rank), num_keys=2, is_stable=False)
+    ranked = logits[order] / jnp.maximum(state.temperature, 1e-6)
     kept = rank < jnp.where(state.top_k > 0, state.top_k, vocab)
     probability = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))
     # A token stays while the ones before it hold less than top_p, so the first always does.

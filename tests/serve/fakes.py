@@ -82,9 +82,13 @@ class FakeRunner:
         self.live: set[FakeSequence] = set()
         self._unread: list[list[tuple[FakeSequence, int]]] = []
 
-    def start(self, prompt: Sequence[int], params: SamplingParams) -> FakeSequence:
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if TOKENIZER.decode(prompt).endswith("refused"):
             raise ValueError("prompt is one that the runner refuses")
+
+    def start(self, prompt: Sequence[int], params: SamplingParams) -> FakeSequence:
+        if TOKENIZER.decode(prompt).endswith("turned away"):
+            raise ValueError("an array had the wrong shape")
         sequence = FakeSequence(prompt, params)
         self.live.add(sequence)
         return sequence

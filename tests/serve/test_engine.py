@@ -194,6 +194,9 @@ def test_failures_end_only_their_own_sequence() -> None:
         assert (await collect(good))[-1].finish_reason == "stop"
         with pytest.raises(RequestRejected, match="prompt is one"):
             await collect(await engine.submit(TOKENIZER.encode("refused"), params()))
+        with pytest.raises(EngineError, match="ValueError: an array had the wrong shape") as raised:
+            await collect(await engine.submit(TOKENIZER.encode("turned away"), params()))
+        assert not isinstance(raised.value, RequestRejected)
         assert (await engine.health()).ok
 
     with_engine(test, FakeRunner())

@@ -67,6 +67,7 @@ def refusal(*arguments: str) -> str:
         (["--slots", "1"], "--slots 1 cannot hold the"),
         (["--host-pool-gib", "0"], "--host-pool-gib 0.0 is not allowed"),
         (["--host-pool-gib", "0.00001"], "holds 0 blocks, and a sequence of 1024 tokens has 16"),
+        (["--copy-ctas", "0"], "--copy-ctas 0 is not allowed"),
         (["--park-after", "0"], "--park-after 0 is not allowed"),
         (["--request-seconds", "0"], "--request-seconds 0.0 is not allowed"),
     ],
