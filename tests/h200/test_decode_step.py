@@ -62,7 +62,7 @@ def compiled(mode: Mode, fetch: Fetch, *, compares: bool = False) -> Compiled:
     [
         (Mode.SPARDA, Fetch.AHEAD),
         pytest.param(Mode.SPARSE, Fetch.IN_TURN, marks=pytest.mark.slow),
-        (Mode.INFINIGEN, Fetch.AHEAD),
+        pytest.param(Mode.INFINIGEN, Fetch.AHEAD, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
@@ -92,7 +92,7 @@ def test_a_sampled_step_is_one_graph_in_place() -> None:
     assert program.memory_stats.temp_size_in_bytes < 8 << 20, "a group's scores are more than a Forecast's"
 
 
-@pytest.mark.parametrize("mode", [Mode.SPARDA, Mode.INFINIGEN])
+@pytest.mark.parametrize("mode", [Mode.SPARDA, pytest.param(Mode.INFINIGEN, marks=pytest.mark.slow)])
 def test_the_fetch_waits_for_its_plan_only(mode: Mode) -> None:
     """In the graph a fetch has one edge in, from its plan, and a layer's kernels lie between that and its reader."""
     assert GPU_OPTIONS["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
