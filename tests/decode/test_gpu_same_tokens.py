@@ -114,6 +114,7 @@ def compare(mode: Mode, fetch: Fetch, *, count: int, steps: int, look_every: int
     assert looked > 0
 
 
+@pytest.mark.slow
 def test_offloaded_lanes_decode_what_resident_ones_decode() -> None:
     compare(Mode.SPARDA, Fetch.AHEAD, count=2, steps=20, look_every=9)
 

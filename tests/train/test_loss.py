@@ -161,7 +161,7 @@ class TestGradient:
 class TestBlocks:
     """The objective over blocks (section 11.8)."""
 
-    @pytest.mark.parametrize("seed", [40, 41, 42])
+    @pytest.mark.parametrize("seed", [40, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (41, 42))])
     def test_equals_autodiff_of_the_definition(self, seed: int):
         document = drawn(seed, 150)
         traced = trace(document.student, document.q, document.k, SMALL)
