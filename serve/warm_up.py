@@ -76,7 +76,7 @@ def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
     lanes, block_size = executor.lanes, executor.block_size
     greedy = SamplingParams()
     for capacity in sizes:
-        # Its first step begins a block, and its second one ends none: a block ends where the length is block_size.
+        # The first step ends a block, which is written back, and the second one begins the next.
         lanes.enter(0, _with_length(executor.runner.new_cache(1, capacity), block_size - 1), 0, greedy)
         lanes.step()
         if executor.shares_prefixes:

@@ -386,7 +386,8 @@ def decode(
                         unit="tokens/s",
                         floor=size / max(hbm, copies),
                         reference=REFERENCE.get(name, {}).get(key) if whole else None,
-                        target=TARGET.get(name, {}).get(key) if whole else None,
+                        # Those without misses are for slots sized automatically.
+                        target=TARGET.get(name, {}).get(key) if whole and (count or slots == "auto") else None,
                     )
                 )
                 console.print(f"{name} {rows[-1].settings}: {rows[-1].value:.4g} tokens/s", markup=False)
