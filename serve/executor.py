@@ -114,7 +114,7 @@ class Executor:
         chain = None
         if self._salt is not None:
             chain = KeyChain(salt=self._salt, sparse=self.runner.config.sparse)
-            chain.extend(prompt, self._selects(len(prompt)))
+            chain.extend(prompt, self.selects(len(prompt)))
             # At least the last token is computed, since an answer begins with its logits.
             shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
         try:
@@ -190,7 +190,7 @@ class Executor:
             self._count(sequence)
         sequence.known += 1
         if sequence.chain is not None:
-            sequence.chain.extend([token], self._selects(sequence.known))
+            sequence.chain.extend([token], self.selects(sequence.known))
             self._publish(sequence)
 
     def release(self, sequence: LaneSequence) -> None:
@@ -257,7 +257,7 @@ class Executor:
             self.blocks.publish(written[block], sequence.chain.keys[block])
         sequence.published = max(sequence.published, ready)
 
-    def _selects(self, length: int) -> bool:
+    def selects(self, length: int) -> bool:
         """Whether a token attends to a selection, in a sequence of so many tokens."""
         return self.runner.mode is not Mode.DENSE and length >= self.runner.config.sparse.dense_len
 
@@ -265,7 +265,7 @@ class Executor:
         """What the step that gave the newest token has read: a selection is as wide as the sequence allows."""
         config = self.runner.config
         visible = (sequence.known - 1) // self.block_size + 1
-        selects = self._selects(sequence.known) or self.runner.mode is Mode.INFINIGEN
+        selects = self.selects(sequence.known) or self.runner.mode is Mode.INFINIGEN
         read = min(config.sparse.num_selected_blocks, visible) if selects else visible
         heads = config.num_kv_heads
         sequence.stats.decode.add(1, np.full(config.num_layers, read * heads), visible * heads)

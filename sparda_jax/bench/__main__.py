@@ -1,5 +1,7 @@
 """``python -m sparda_jax.bench``: one command for each benchmark."""
 
+import runpy
+
 import typer
 
 from sparda_jax.bench.decode import decode
@@ -17,6 +19,18 @@ def main() -> None:
 app.command()(kernels)
 app.command()(decode)
 app.command()(plot)
+
+
+@app.command(
+    "engine",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Time the server's engine, without HTTP: decode, first tokens, sequences that wait.",
+)
+def engine() -> None:
+    """Found by name, since the server's code stands above everything else in the package."""
+    runpy.run_module("sparda_jax.serve.bench", run_name="__main__", alter_sys=True)
+
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,1 @@
+"""The benchmark of the whole engine: ``python -m sparda_jax.bench engine``."""
