@@ -5,8 +5,11 @@
 3. ``python -m sparda_jax.pretrain adapt DENSE SPARSE`` makes it good at sparse attention (4 minutes);
 4. ``python -m sparda_jax.pretrain refine SPARSE OUT`` makes it copy more exactly (7 minutes);
 5. ``python -m sparda_jax.pretrain forecast-texts TEXTS`` writes what ``python -m sparda_jax.train`` makes its Forecast
-   from (scripts/train_forecast.sh runs both);
-6. ``python -m sparda_jax.pretrain evaluate OUT`` measures recall on held-out prompts.
+   from;
+6. ``python -m sparda_jax.pretrain foresee OUT FORESEEN --forecast FILE`` trains the model and its Forecast together, so
+   that a layer's input tells what the next layer looks for (4 minutes); then the Forecast is trained once more
+   (scripts/train_forecast.sh runs all from 5 on);
+7. ``python -m sparda_jax.pretrain evaluate FORESEEN`` measures recall on held-out prompts.
 """
 
 import dataclasses
@@ -31,7 +34,7 @@ from sparda_jax.model import Decoder
 from sparda_jax.pretrain.batches import Batch, BatchPool, LossWeights, StreamConfig
 from sparda_jax.pretrain.evaluate import EVAL_NEW_TOKENS, RecallResult, evaluate_recall, load_modes
 from sparda_jax.pretrain.forecast_texts import DocumentConfig, write_texts
-from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
+from sparda_jax.pretrain.recipe import ADAPTATION, FORESIGHT, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
 from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
 from sparda_jax.pretrain.trainer import train as run_training
 from sparda_jax.selection import Mode
@@ -94,6 +97,29 @@ def refine(
     _run(load_model(start, dtype=jnp.float32), recipe, *_description(data), data, out, workers)
 
 
+@app.command()
+def foresee(
+    start: Annotated[Path, typer.Argument(help="The folder that `refine` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write, a Hugging Face checkpoint with a Forecast.")],
+    forecast: Annotated[
+        Path | None, typer.Option(help="Forecast file to start from, in place of the checkpoint's own.")
+    ] = None,
+    data: DataOption = Path(".data/pretrain"),
+    workers: WorkersOption = WORKERS,
+    seed: Annotated[int, typer.Option(help="Of the batches.")] = 3,
+    scale: ScaleOption = 1.0,
+    batch_tokens: BatchOption = Recipe.batch_tokens,
+) -> None:
+    """Fourth stage: the model and its Forecast together, half of the steps routed by the Forecast."""
+    recipe = dataclasses.replace(FORESIGHT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
+    try:
+        model = load_model(start, dtype=jnp.float32, forecast=forecast, require_forecast=True)
+    except (CheckpointError, ConfigError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    _run(model, recipe, *_description(data), data, out, workers)
+
+
 def _description(data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """``config.json`` and ``generation_config.json`` of the model for this tokenizer."""
     generation = json.loads((data / "tokenizer" / "generation_config.json").read_text())
@@ -135,7 +161,19 @@ def _run(
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         model, _ = run_training(model, recipe, batches_of, dtype=dtype, report=report)
     tokenizer = data / "tokenizer"
-    save_hf(_in_bfloat16(model), tokenizer, out, description, generation_config=generation, overwrite=True)
+    save_hf(
+        _in_bfloat16(model),
+        tokenizer,
+        out,
+        description,
+        generation_config=generation,
+        forecast_metadata={
+            "sparse_config": dataclasses.asdict(model.config.sparse),
+            "base_model_path": out.absolute().name,
+            "step": recipe.total_steps,
+        },
+        overwrite=True,
+    )
     record = {"recipe": dataclasses.asdict(recipe), "seconds": time.perf_counter() - started, "log": log}
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"wrote {out}")

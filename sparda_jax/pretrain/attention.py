@@ -6,7 +6,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Projections
-from sparda_jax.pallas_kernels.block_selection import block_mask, infllm_scores, pool_to_blocks, select_blocks
+from sparda_jax.pallas_kernels.block_selection import (
+    block_mask,
+    forecast_scores,
+    infllm_scores,
+    pool_to_blocks,
+    select_blocks,
+)
 from sparda_jax.pallas_kernels.compressed_keys import compress_windows
 from sparda_jax.selection import group_heads, visible_windows
 
@@ -21,12 +27,16 @@ def dense_attention(projections: Projections) -> Float[Array, "batch q_len heads
     return _fused_attention(projections.q, projections.k, projections.v, None)
 
 
-def sparse_attention(config: ModelConfig, projections: Projections) -> Float[Array, "batch q_len heads head_dim"]:
-    """Attention over the blocks that InfLLM-V2 selects; no gradient goes through the selection.
+def sparse_attention(
+    config: ModelConfig,
+    projections: Projections,
+    forecast: Float[Array, "batch q_len kv_heads head_dim"] | None = None,
+) -> Float[Array, "batch q_len heads head_dim"]:
+    """Attention over the blocks that InfLLM-V2 or the Forecast selects; no gradient goes through the selection.
 
     The heads of one KV head share a mask, so that a call per KV head needs one mask instead of ``group_size``.
     """
-    allowed = selected_tokens(config, projections)
+    allowed = selected_tokens(config, projections, forecast)
     q = group_heads(projections.q, config)
     outputs = [
         _fused_attention(
@@ -40,14 +50,22 @@ def sparse_attention(config: ModelConfig, projections: Projections) -> Float[Arr
     return jnp.concatenate(outputs, axis=2)
 
 
-def selected_tokens(config: ModelConfig, projections: Projections) -> Bool[Array, "batch kv_heads q_len kv_len"]:
+def selected_tokens(
+    config: ModelConfig,
+    projections: Projections,
+    forecast: Float[Array, "batch q_len kv_heads head_dim"] | None = None,
+) -> Bool[Array, "batch kv_heads q_len kv_len"]:
     """Which tokens lie in the blocks that each query selects (causality within a block is left to the caller)."""
     sparse = config.sparse
     batch, length = projections.q.shape[:2]
-    q, k = jax.lax.stop_gradient((projections.q, projections.k))
+    q, k, forecast = jax.lax.stop_gradient((projections.q, projections.k, forecast))
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    if forecast is None:
+        scores = score_blocks(config, group_heads(q, config), k, positions)
+    else:
+        scores = foresee_blocks(config, forecast, k, positions)
     ids = select_blocks(
-        score_blocks(config, group_heads(q, config), k, positions),
+        scores,
         positions // sparse.block_size,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,
@@ -66,9 +84,26 @@ def score_blocks(
 
     ``kv_len`` must be a multiple of ``block_size``. Differentiable in q and k.
     """
+    scores = infllm_scores(q, _compressed(config, k), visible_windows(positions, config))
+    return pool_to_blocks(scores, config.sparse.windows_per_block)
+
+
+def foresee_blocks(
+    config: ModelConfig,
+    forecast: Float[Array, "batch queries kv_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    positions: Int[Array, "batch queries"],
+) -> Float[Array, "batch kv_heads queries blocks"]:
+    """The Forecast's score of every block; the rest as in `score_blocks`."""
+    scores = forecast_scores(forecast, _compressed(config, k), visible_windows(positions, config))
+    return pool_to_blocks(scores, config.sparse.windows_per_block)
+
+
+def _compressed(
+    config: ModelConfig, k: Float[Array, "batch kv_len kv_heads head_dim"]
+) -> Float[Array, "batch kv_heads windows head_dim"]:
     sparse = config.sparse
     batch, length = k.shape[:2]
     # The last window reaches past the end: it repeats the last key, and no query sees it.
     windows = jnp.broadcast_to(jnp.arange(length // sparse.kernel_stride), (batch, length // sparse.kernel_stride))
-    compressed = compress_windows(jnp.swapaxes(k, 1, 2), windows, sparse.kernel_size, sparse.kernel_stride)
-    return pool_to_blocks(infllm_scores(q, compressed, visible_windows(positions, config)), sparse.windows_per_block)
+    return compress_windows(jnp.swapaxes(k, 1, 2), windows, sparse.kernel_size, sparse.kernel_stride)

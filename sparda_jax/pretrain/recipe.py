@@ -5,6 +5,9 @@ from typing import Any
 
 from sparda_jax.pretrain.batches import LossWeights
 from sparda_jax.pretrain.facts import Spelling
+from sparda_jax.selection import Mode
+
+DENSE, SPARSE, SPARDA = Mode.DENSE, Mode.SPARSE, Mode.SPARDA
 
 
 def hf_config(vocab_size: int, bos_token_id: int, eos_token_ids: list[int]) -> dict[str, Any]:
@@ -51,16 +54,15 @@ class Phase:
 
     Attributes:
         seq_len: tokens of a sequence. tokens: of the whole phase, in millions.
-        sparse_every: k of n steps attend sparsely, as (k, n).
+        modes: how its steps attend, in turn.
     """
 
     seq_len: int
     tokens: float
-    sparse_every: tuple[int, int] = (0, 1)
+    modes: tuple[Mode, ...] = (DENSE,)
 
-    def is_sparse(self, step: int) -> bool:
-        count, period = self.sparse_every
-        return step % period < count
+    def mode_of(self, step: int) -> Mode:
+        return self.modes[step % len(self.modes)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,8 @@ class Recipe:
     Attributes:
         phases: stretches of training, in order.
         batch_tokens: tokens of a step.
-        routing_weight: scale of the loss of routing.py.
+        routing_weight: scale of the loss of routing.py for the model's own selector.
+        foresight_weight: its scale for the Forecast, which is then trained, and the layers before it to make it right.
         text_fraction: share of the rows that are plain text; the others hold recall documents.
         long_fraction: share of the recall rows that one document fills.
         answer_weight: loss weight of an answer's words around its values, the echoed key among them.
@@ -86,6 +89,7 @@ class Recipe:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     routing_weight: float = 0.0
+    foresight_weight: float = 0.0
     text_fraction: float = 0.5
     long_fraction: float = 0.6
     answer_weight: float = LossWeights.answer
@@ -113,9 +117,9 @@ PRETRAINING = Recipe(
         Phase(seq_len=2048, tokens=150),
         Phase(seq_len=4096, tokens=120),
         Phase(seq_len=8192, tokens=70),
-        Phase(seq_len=4096, tokens=70, sparse_every=(4, 5)),
-        Phase(seq_len=8192, tokens=70, sparse_every=(4, 5)),
-        Phase(seq_len=16384, tokens=20, sparse_every=(1, 2)),
+        Phase(seq_len=4096, tokens=70, modes=(SPARSE, SPARSE, SPARSE, SPARSE, DENSE)),
+        Phase(seq_len=8192, tokens=70, modes=(SPARSE, SPARSE, SPARSE, SPARSE, DENSE)),
+        Phase(seq_len=16384, tokens=20, modes=(SPARSE, DENSE)),
     ),
 )
 
@@ -123,8 +127,8 @@ PRETRAINING = Recipe(
 # learning rate makes the loss chase a teacher that moves with it (docs/performance.md, "A large weight for long").
 ADAPTATION = Recipe(
     phases=(
-        Phase(seq_len=4096, tokens=72, sparse_every=(1, 1)),
-        Phase(seq_len=8192, tokens=46, sparse_every=(1, 1)),
+        Phase(seq_len=4096, tokens=72, modes=(SPARSE,)),
+        Phase(seq_len=8192, tokens=46, modes=(SPARSE,)),
     ),
     peak_learning_rate=5e-4,
     final_learning_rate=3e-5,
@@ -138,15 +142,33 @@ ADAPTATION = Recipe(
 # a known one, a digit lost among equal digits. Invented words and numbers of few digits leave nothing to guess from.
 REFINEMENT = Recipe(
     phases=(
-        Phase(seq_len=4096, tokens=160, sparse_every=(3, 4)),
-        Phase(seq_len=16384, tokens=24, sparse_every=(1, 2)),
-        Phase(seq_len=8192, tokens=70, sparse_every=(3, 4)),
-        Phase(seq_len=4096, tokens=60, sparse_every=(3, 4)),
+        Phase(seq_len=4096, tokens=160, modes=(SPARSE, SPARSE, SPARSE, DENSE)),
+        Phase(seq_len=16384, tokens=24, modes=(SPARSE, DENSE)),
+        Phase(seq_len=8192, tokens=70, modes=(SPARSE, SPARSE, SPARSE, DENSE)),
+        Phase(seq_len=4096, tokens=60, modes=(SPARSE, SPARSE, SPARSE, DENSE)),
     ),
     peak_learning_rate=6e-4,
     final_learning_rate=2e-5,
     warmup_steps=50,
     routing_weight=0.1,
+    text_fraction=0.35,
+    long_fraction=0.7,
+    answer_weight=4.0,
+    spelling=Spelling(invented_words=0.35, few_digits=0.35),
+)
+
+# Fourth stage: from the weights of the third and a Forecast that was trained on them. What a layer looks for has to be
+# known a layer earlier; a model that was trained without a Forecast does not always know it by then.
+FORESIGHT = Recipe(
+    phases=(
+        Phase(seq_len=4096, tokens=80, modes=(SPARDA, SPARSE, SPARDA, DENSE)),
+        Phase(seq_len=8192, tokens=80, modes=(SPARDA, SPARSE)),
+    ),
+    peak_learning_rate=5e-4,
+    final_learning_rate=2e-5,
+    warmup_steps=50,
+    routing_weight=0.1,
+    foresight_weight=0.3,
     text_fraction=0.35,
     long_fraction=0.7,
     answer_weight=4.0,

@@ -17,7 +17,11 @@ from sparda_jax.model import Decoder, Projections, rope_tables
 from sparda_jax.pretrain.attention import dense_attention, sparse_attention
 from sparda_jax.pretrain.batches import Batch, LossWeights
 from sparda_jax.pretrain.recipe import Phase, Recipe
-from sparda_jax.pretrain.routing import routing_loss, sample_queries
+from sparda_jax.pretrain.routing import RoutingTeacher, foresight_loss, routing_loss, sample_queries
+from sparda_jax.selection import Mode
+
+# A layer's projections and the Forecast that selects for it, None without one.
+Observe = Callable[[Projections, Array | None], None]
 
 
 @jax.tree_util.register_dataclass
@@ -53,17 +57,24 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def forward_logits(
     model: Decoder,
     tokens: Int[Array, "batch q_len"],
-    sparse: bool,
-    observe: Callable[[Projections], None] = lambda projections: None,
+    mode: Mode,
+    observe: Observe = lambda projections, forecast: None,
 ) -> Float[Array, "batch q_len vocab"]:
-    """Logits of whole sequences, every layer dense or every layer sparse; ``observe`` sees each layer's projections."""
+    """Logits of whole sequences, every layer dense, sparse or routed by the Forecast; ``observe`` sees each layer."""
     config = model.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cos, sin = rope_tables(config, positions)
 
+    previous: Projections | None = None
+
     def attend(projections: Projections) -> Float[Array, "batch q_len heads head_dim"]:
-        observe(projections)
-        return sparse_attention(config, projections) if sparse else dense_attention(projections)
+        nonlocal previous
+        forecast = projections.q_curr if previous is None else previous.q_future
+        previous = projections
+        observe(projections, forecast)
+        if mode is Mode.DENSE:
+            return dense_attention(projections)
+        return sparse_attention(config, projections, forecast if mode is Mode.SPARDA else None)
 
     x = model.embed(tokens)
     for layer in model.layers:
@@ -77,49 +88,65 @@ def loss_and_metrics(
     batch: dict[str, Array],
     key: jax.Array,
     *,
-    sparse: bool,
+    mode: Mode,
     routing_weight: float,
+    foresight_weight: float,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Weighted cross entropy plus ``routing_weight`` times the routing loss; the parts apart as metrics."""
+    """Weighted cross entropy plus the weighted losses of routing.py; the parts apart as metrics."""
     model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), params))
     tokens, weights = batch["tokens"], batch["loss_weights"]
     value_weight = LossWeights().value
     queries, valid = sample_queries(weights, value_weight, key)
     routing: list[Float[Array, ""]] = []
+    foresight: list[Float[Array, ""]] = []
 
-    def observe(projections: Projections) -> None:
+    def observe(projections: Projections, forecast: Array | None) -> None:
+        teacher = RoutingTeacher.of(model.config, projections, queries, valid)
         if routing_weight:
-            routing.append(routing_loss(model.config, projections, queries, valid))
+            routing.append(routing_loss(model.config, projections, teacher))
+        if foresight_weight and forecast is not None:
+            foresight.append(foresight_loss(model.config, forecast, projections, teacher))
 
-    logits = forward_logits(model, tokens[:, :-1], sparse, observe)
+    logits = forward_logits(model, tokens[:, :-1], mode, observe)
     targets = tokens[:, 1:]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    loss = jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
+    entropies = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    loss = jnp.sum(entropies * weights) / jnp.maximum(jnp.sum(weights), 1)
     right = jnp.argmax(logits, axis=-1) == targets
     values, text = weights >= value_weight, weights == LossWeights().text
     metrics = {
         "loss": loss,
         "value_accuracy": jnp.sum(right & values) / jnp.maximum(jnp.sum(values), 1),
-        "value_loss": jnp.sum(losses * values) / jnp.maximum(jnp.sum(values), 1),
-        "text_loss": jnp.sum(losses * text) / jnp.maximum(jnp.sum(text), 1),
+        "value_loss": jnp.sum(entropies * values) / jnp.maximum(jnp.sum(values), 1),
+        "text_loss": jnp.sum(entropies * text) / jnp.maximum(jnp.sum(text), 1),
     }
-    if routing:
-        metrics["routing_loss"] = sum(routing, start=jnp.float32(0))
-        loss = loss + routing_weight * metrics["routing_loss"]
+    for name, weight, losses in (
+        ("routing_loss", routing_weight, routing),
+        ("foresight_loss", foresight_weight, foresight),
+    ):
+        if losses:
+            metrics[name] = sum(losses, start=jnp.float32(0))
+            loss = loss + weight * metrics[name]
     return loss, metrics
 
 
 def make_train_step(
     graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, recipe: Recipe, dtype: jnp.dtype
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """The jitted step ``(state, batch, sparse) -> (state, metrics)``; the state is donated."""
+    """The jitted step ``(state, batch, mode) -> (state, metrics)``; the state is donated."""
 
-    @functools.partial(jax.jit, static_argnames=("sparse",), donate_argnums=(0,))
-    def step(state: TrainState, batch: dict[str, Array], *, sparse: bool) -> tuple[TrainState, dict[str, Array]]:
+    @functools.partial(jax.jit, static_argnames=("mode",), donate_argnums=(0,))
+    def step(state: TrainState, batch: dict[str, Array], *, mode: Mode) -> tuple[TrainState, dict[str, Array]]:
         def loss_fn(params):
             return loss_and_metrics(
-                graphdef, params, batch, key, sparse=sparse, routing_weight=recipe.routing_weight, dtype=dtype
+                graphdef,
+                params,
+                batch,
+                key,
+                mode=mode,
+                routing_weight=recipe.routing_weight,
+                foresight_weight=recipe.foresight_weight,
+                dtype=dtype,
             )
 
         key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
@@ -179,18 +206,18 @@ def train(
     for phase in recipe.phases:
         started, start_step = time.perf_counter(), done
         for batch in _on_device(batches_of(phase, done, recipe.steps(phase))):
-            sparse = phase.is_sparse(done)
-            state, metrics = train_step(state, batch, sparse=sparse)
+            mode = phase.mode_of(done)
+            state, metrics = train_step(state, batch, mode=mode)
             done += 1
             seen += batch["loss_weights"].size
-            # Two steps in a row, so that a phase of both kinds shows both.
+            # Two steps in a row, so that a phase of two modes shows both.
             if done % report_every <= 1 or done == recipe.total_steps:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not np.isfinite(values["loss"]):
                     raise FloatingPointError(f"loss={values['loss']} at step {done}: lower peak_learning_rate")
                 rate = (done - start_step) * recipe.batch_tokens / (time.perf_counter() - started)
                 report(
-                    {"step": done, "tokens": seen, "seq_len": phase.seq_len, "sparse": sparse, "tokens_per_s": rate}
+                    {"step": done, "tokens": seen, "seq_len": phase.seq_len, "mode": mode, "tokens_per_s": rate}
                     | values
                 )
     return nnx.merge(graphdef, state.params), state

@@ -14,11 +14,11 @@ from sparda_jax.cache import KVCache
 from sparda_jax.config import ModelConfig
 from sparda_jax.forward import forward
 from sparda_jax.model import Decoder, Projections
-from sparda_jax.pretrain.attention import score_blocks
+from sparda_jax.pretrain.attention import foresee_blocks, score_blocks
 from sparda_jax.pretrain.batches import Batch, LossWeights
-from sparda_jax.pretrain.recipe import ADAPTATION, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
-from sparda_jax.pretrain.routing import routing_loss, sample_queries
-from sparda_jax.pretrain.trainer import forward_logits, train
+from sparda_jax.pretrain.recipe import ADAPTATION, FORESIGHT, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
+from sparda_jax.pretrain.routing import RoutingTeacher, foresight_loss, routing_loss, sample_queries
+from sparda_jax.pretrain.trainer import forward_logits, loss_and_metrics, train
 from sparda_jax.selection import Mode, group_heads
 
 LENGTH = 1024
@@ -31,25 +31,30 @@ def model() -> Decoder:
     description: dict[str, Any] = {**hf_config(128, 1, [2]), **small}
     description["sparse_config"] = description["sparse_config"] | {"window_size": 64, "topk": 5}
     config = ModelConfig.from_hf(description)
-    return Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    return Decoder(config, has_forecast=True, dtype=jnp.float32, rngs=nnx.Rngs(3))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_training_computes_what_serving_computes(model: Decoder, sparse: bool) -> None:
+@pytest.mark.parametrize("mode", [Mode.DENSE, Mode.SPARSE, Mode.SPARDA])
+def test_training_computes_what_serving_computes(model: Decoder, mode: Mode) -> None:
     tokens = jax.random.randint(jax.random.key(0), (1, LENGTH), 0, 128)
-    found = jax.jit(forward_logits, static_argnums=2)(model, tokens, sparse)
+    found = jax.jit(forward_logits, static_argnums=2)(model, tokens, mode)
     cache = KVCache.empty(model.config, 1, LENGTH, jnp.float32)
-    mode = Mode.SPARSE if sparse else Mode.DENSE
     x, _, trace = forward(model, cache, tokens, jnp.array([LENGTH]), jnp.array([True]), mode=mode, decode=False)
     np.testing.assert_allclose(found, model.logits(x), atol=2e-5)
-    assert bool((trace.blocks_read < trace.blocks_visible).all()) == sparse
+    assert bool((trace.blocks_read < trace.blocks_visible).all()) == (mode is not Mode.DENSE)
 
 
 def _projections(config: ModelConfig, q: jax.Array, k: jax.Array) -> Projections:
     return Projections(normed=q, q=q, k=k, v=k, q_future=None, q_curr=None)
 
 
-def test_routing_loss_is_the_divergence_over_free_blocks(model: Decoder) -> None:
+def _routing(config: ModelConfig, q: jax.Array, k: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
+    projections = _projections(config, q, k)
+    return routing_loss(config, projections, RoutingTeacher.of(config, projections, positions, valid))
+
+
+@pytest.mark.parametrize("foresees", [False, True])
+def test_the_losses_are_the_divergence_over_free_blocks(model: Decoder, foresees: bool) -> None:
     """Against the formula of the module's docstring, in float64 and by loops."""
     config, sparse = model.config, model.config.sparse
     rng = np.random.default_rng(1)
@@ -57,9 +62,17 @@ def test_routing_loss_is_the_divergence_over_free_blocks(model: Decoder) -> None
     k = jnp.asarray(rng.normal(size=(1, LENGTH, config.num_kv_heads, config.head_dim)), jnp.float32)
     positions = jnp.array([[700, 1023, 100]])
     valid = jnp.array([[True, True, False]])
-    found = float(routing_loss(config, _projections(config, q, k), positions, valid))
     grouped = group_heads(q, config)
-    scores = score_blocks(config, grouped[:, positions[0]], k, positions)
+    if foresees:
+        forecast = jnp.asarray(rng.normal(size=k.shape), jnp.float32)
+        projections = _projections(config, q, k)
+        teacher = RoutingTeacher.of(config, projections, positions, valid)
+        found = float(foresight_loss(config, forecast, projections, teacher))
+        scores = foresee_blocks(config, forecast[:, positions[0]], k, positions)
+        scores = jnp.exp(scores / config.head_dim**0.5)
+    else:
+        found = float(_routing(config, q, k, positions, valid))
+        scores = score_blocks(config, grouped[:, positions[0]], k, positions)
     total = 0.0
     for i, r in enumerate((700, 1023)):
         free = range(sparse.init_blocks, r // sparse.block_size - sparse.local_blocks)
@@ -84,12 +97,48 @@ def test_routing_loss_teaches_the_score_of_the_attended_block(model: Decoder) ->
     k = k.at[0, 5 * 64 + 20].set(q[0, 1000, :: config.group_size] * 4)
     q = q.at[0, 1000].set(jnp.repeat(q[0, 1000, :: config.group_size], config.group_size, axis=0))
     at, valid = jnp.array([[1000]]), jnp.array([[True]])
-    gradient = jax.grad(lambda k: routing_loss(config, _projections(config, q, k), at, valid))(k)
+    gradient = jax.grad(lambda k: _routing(config, q, k, at, valid))(k)
     grouped = group_heads(q, config)[:, 1000:1001]
     before, after = (score_blocks(config, grouped, x, at)[0, :, 0, 1:13] for x in (k, k - 5 * gradient))
     changed = after / after.sum(-1, keepdims=True) - before / before.sum(-1, keepdims=True)
     assert (jnp.argmax(changed, axis=-1) == 4).all()
     assert (changed[:, 4] > 0).all()
+
+
+def test_the_foresight_loss_changes_the_layer_before(model: Decoder) -> None:
+    """Its gradient reaches the Forecast and what made the Forecast's input; selection itself passes none."""
+    tokens = jax.random.randint(jax.random.key(4), (1, LENGTH + 1), 0, 128)
+    batch = {"tokens": tokens, "loss_weights": jnp.zeros((1, LENGTH)).at[0, 900:].set(LossWeights().value)}
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def gradients(params: nnx.State) -> nnx.State:
+        def loss(params: nnx.State) -> jax.Array:
+            metrics = loss_and_metrics(
+                graphdef,
+                params,
+                batch,
+                jax.random.key(5),
+                mode=Mode.DENSE,
+                routing_weight=0.0,
+                foresight_weight=1.0,
+                dtype=jnp.dtype(jnp.float32),
+            )[1]
+            return metrics["foresight_loss"]
+
+        return jax.grad(loss)(params)
+
+    layers = nnx.merge(graphdef, gradients(params)).layers
+    config = model.config
+    forecast = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    first, last = (layer.self_attn.qkvf_proj.kernel[...] for layer in layers)
+    assert jnp.abs(first[:, forecast:]).max() > 0  # q_future and q_curr
+    assert jnp.abs(last[:, forecast:]).max() == 0  # nothing reads it
+    # The last layer is selected for by what the first one sees: its norm, and the embeddings.
+    assert jnp.abs(layers[0].input_layernorm.weight[...]).max() > 0
+    queries = config.num_heads * config.head_dim
+    assert jnp.abs(last[:, :queries]).max() == 0  # the teacher's queries
+    assert jnp.abs(last[:, queries : queries + config.num_kv_heads * config.head_dim]).max() > 0  # the keys
 
 
 def test_sampled_queries_are_heavy_ones() -> None:
@@ -113,7 +162,7 @@ def _copying(phase: Phase, start: int, steps: int) -> Iterator[Batch]:
 def test_training_learns_in_both_kinds_of_steps_and_reports(model: Decoder) -> None:
     phases = (
         Phase(seq_len=256, tokens=24 * 512 / 1e6),
-        Phase(seq_len=512, tokens=8 * 1024 / 1e6, sparse_every=(1, 2)),
+        Phase(seq_len=512, tokens=8 * 1024 / 1e6, modes=(Mode.SPARDA, Mode.SPARSE)),
     )
     recipe = Recipe(phases=phases[:1], batch_tokens=512, peak_learning_rate=1e-2, warmup_steps=4, routing_weight=0.1)
     lines: list[dict] = []
@@ -123,10 +172,10 @@ def test_training_learns_in_both_kinds_of_steps_and_reports(model: Decoder) -> N
     assert lines[-1]["tokens"] == 24 * 512
     assert int(state.step) == 24
     both: list[dict] = []
-    recipe = dataclasses.replace(recipe, phases=phases[1:], batch_tokens=1024)
+    recipe = dataclasses.replace(recipe, phases=phases[1:], batch_tokens=1024, foresight_weight=0.1)
     train(model, recipe, _copying, dtype=jnp.float32, report=both.append, report_every=4)
-    assert {line["sparse"] for line in both} == {True, False}
-    assert all("routing_loss" in line for line in both)
+    assert {line["mode"] for line in both} == {Mode.SPARDA, Mode.SPARSE}
+    assert all({"routing_loss", "foresight_loss"} <= line.keys() for line in both)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(model: Decoder) -> None:
@@ -138,8 +187,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(model: Decoder) -> None:
 
 
 def test_the_recipes_are_those_of_the_model_card() -> None:
-    millions = [sum(phase.tokens for phase in recipe.phases) for recipe in (PRETRAINING, ADAPTATION, REFINEMENT)]
-    assert millions == [580, 118, 314]
-    assert all(65536 % phase.seq_len == 0 for r in (PRETRAINING, ADAPTATION, REFINEMENT) for phase in r.phases)
+    recipes = (PRETRAINING, ADAPTATION, REFINEMENT, FORESIGHT)
+    assert [sum(phase.tokens for phase in recipe.phases) for recipe in recipes] == [580, 118, 314, 160]
+    assert all(65536 % phase.seq_len == 0 for recipe in recipes for phase in recipe.phases)
     halved = PRETRAINING.scaled(0.5)
     assert halved.total_steps == pytest.approx(PRETRAINING.total_steps / 2, abs=4)
