@@ -44,6 +44,7 @@ MEASURED_BEST = {
     "residency": Backend.TRITON,
     "record_copy": Backend.MOSAIC_GPU,
     "sparse_attention": Backend.MOSAIC_GPU,
+    "block_sparse_attention": Backend.MOSAIC_GPU,
     "token_append": Backend.TRITON,
 }
 
