@@ -2,9 +2,9 @@
 
 What it promises to the HTTP layer is `Engine`'s public methods and `TokenEvent`. What it asks of the device is
 `ExecutorLike`; who gets what is the `Scheduler`'s decision. A turn is: park and place, admit, launch a decode step of
-all lanes, run one prefill chunk, and only then read the tokens of the step before. So the device has its next step
-before anybody has looked at the last one; a sequence that has ended takes part in one step more, and that token is
-dropped.
+all lanes, only then read the tokens of the step before and send them, and launch one prefill chunk as soon as the
+chunk before is done. So the device has its next step before anybody has looked at the last one; a sequence that has
+ended takes part in one step more, and that token is dropped.
 """
 
 import asyncio
@@ -23,10 +23,12 @@ from sparda_jax.serve.requests import (
     FatalError,
     FinishReason,
     Job,
+    Post,
     QueueFull,
     RequestRejected,
     TokenEvent,
     TokenStream,
+    post,
 )
 from sparda_jax.serve.scheduler import NeverFits, Phase, Scheduler, Turn
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 FAILURES_IN_A_ROW = 3
 # An idle engine thread answers within milliseconds; this leaves room for a machine that is out of breath.
 PING_SECONDS = 5.0
-# Reading the device's counts waits for it, so that happens this often at most.
+# The device's counts are asked for this often at most, and read in a later turn, when they are there.
 CACHE_STATS_SECONDS = 1.0
 
 
@@ -72,6 +74,7 @@ class ExecutorLike[S: SequenceLike](Protocol):
     def read(self, unread: int = 0) -> list[tuple[S, int]]: ...
     def fed(self, sequence: S, token: int) -> None: ...
     def release(self, sequence: S) -> None: ...
+    def note_cache(self) -> None: ...
     def cache_stats(self) -> dict[str, tuple[float, str]]: ...
 
 
@@ -160,8 +163,10 @@ class Engine:
         self._turn_started: float | None = None
         self._failures_in_a_row = 0
         self._cache_stats: dict[str, tuple[float, str]] = {}
-        self._cache_stats_at = 0.0
+        self._cache_noted_at = 0.0
+        self._cache_noted = False
         self._cache_stats_due = True
+        self._outbox: list[Post] = []
         self._thread = threading.Thread(target=self._run, name="sparda-engine", daemon=True)
 
     @property
@@ -305,7 +310,7 @@ class Engine:
             jobs = [job for job in self._jobs if not job.cancelled]
             for job in jobs:
                 job.cancelled = True
-                job.post(error)
+                post(job.loop, [(job, error)])
             self._wake.notify()
         return len(jobs)
 
@@ -347,11 +352,16 @@ class Engine:
                 late = [job for job in self._jobs if now - job.submitted > self._request_seconds and not job.cancelled]
                 over = [*(job for job in self._jobs if job.cancelled), *late]
             for job in late:
-                job.post(EngineError(f"the request took longer than {self._request_seconds:g} s (--request-seconds)"))
+                late_error = EngineError(
+                    f"the request took longer than {self._request_seconds:g} s (--request-seconds)"
+                )
+                post(job.loop, [(job, late_error)])
             for job in over:
                 self._end(job)
             if not self._jobs and self._cache_stats_due:
-                self._look_at_cache()  # so that an idle engine's numbers are the last ones
+                # So that an idle engine's numbers are the last ones.
+                self._executor.note_cache()
+                self._cache_stats, self._cache_stats_due = self._executor.cache_stats(), False
             with self._wake:
                 if self._closing:
                     return None
@@ -387,20 +397,30 @@ class Engine:
                     job.launched += 1
                 with self._wake:
                     self._scheduler.stepped(running)
-            if turn.prefill is not None and turn.prefill.phase is Phase.PREFILLING:
-                self._guard(turn.prefill, self._prefill)
             for sequence, token in executor.read(unread=int(stepping)):
                 if (job := self._of_sequence.get(sequence)) is not None:
                     self._emit(job, token)
-            self._cache_stats_due = True
-            if time.monotonic() - self._cache_stats_at > CACHE_STATS_SECONDS:
-                self._look_at_cache()
+            self._send()  # before the chunk, which may have to wait for the one before it
+            if turn.prefill is not None and turn.prefill.phase is Phase.PREFILLING:
+                self._guard(turn.prefill, self._prefill)
+            self._look_at_cache()
         finally:
+            self._send()
             self._turn_started = None
 
     def _look_at_cache(self) -> None:
-        self._cache_stats, self._cache_stats_at = self._executor.cache_stats(), time.monotonic()
-        self._cache_stats_due = False
+        self._cache_stats_due = True
+        if self._cache_noted:
+            self._cache_stats, self._cache_noted = self._executor.cache_stats(), False
+        elif time.monotonic() - self._cache_noted_at > CACHE_STATS_SECONDS:
+            self._executor.note_cache()
+            self._cache_noted, self._cache_noted_at = True, time.monotonic()
+
+    def _send(self) -> None:
+        """Hands the clients what they got in this turn, all at once: each handing over wakes their thread."""
+        outbox, self._outbox = self._outbox, []
+        for loop in {id(job.loop): job.loop for job, _ in outbox}.values():
+            post(loop, [(job, item) for job, item in outbox if job.loop is loop])
 
     def _guard(self, job: Job[Any], action: Callable[[Job[Any]], None]) -> None:
         """A failure of this request's own; the others and the engine go on."""
@@ -413,14 +433,14 @@ class Engine:
         except Exception as error:
             logger.exception("a request failed")
             self._failures_in_a_row += 1
-            job.post(EngineError(f"the request failed inside the engine: {_first_line(error)}"))
+            self._outbox.append((job, EngineError(f"the request failed inside the engine: {_first_line(error)}")))
             self._end(job)
 
     def _begin(self, job: Job[Any]) -> None:
         try:
             self._executor.check(job.prompt, job.params)
         except ValueError as error:
-            job.post(RequestRejected(str(error)))
+            self._outbox.append((job, RequestRejected(str(error))))
             self._end(job)
             return
         # From here on a ValueError is not the client's fault: JAX raises them, too.
@@ -451,8 +471,8 @@ class Engine:
         event = TokenEvent(token_id=token, finish_reason=reason, is_end=is_end, stats=stats)
         if reason is not None:
             self._end(job)
-        # After its lane and blocks are free: who has seen the end finds them so.
-        job.post(event)
+        # Sent after its lane and blocks are free: who has seen the end finds them so.
+        self._outbox.append((job, event))
 
     def _end(self, job: Job[Any]) -> None:
         """Gives up all that a request holds; harmless when it has ended."""

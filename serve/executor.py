@@ -6,19 +6,23 @@ prompt with the same beginning reads them back in place of computing them.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
 from sparda_jax.cache.parking import Parked
 from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
-from sparda_jax.generate import GenerationStats, Runner
+from sparda_jax.generate import GenerationStats, PhaseStats, Runner
 from sparda_jax.generate import Sequence as Prefill
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
+from sparda_jax.telemetry import DecodeStats
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -32,8 +36,10 @@ class LaneSequence:
         shared: blocks of other sequences that its prompt begins with; its own use of them.
         first_token: what follows the prompt, once that is known.
         stored: tokens whose keys and values exist or are being computed.
-        known: tokens of prompt and answer that the host has seen. hit: those of the prompt that were in the cache.
+        prompt_tokens: of the prompt. hit: those that were in the cache.
+        known: tokens of prompt and answer that the host has seen.
         published: blocks that others can find.
+        decoded, read, visible: decode steps, and what they read of a layer and could see: (KV head, block) pairs.
         lane, parked: where it is: in a lane, or waiting for one.
     """
 
@@ -41,18 +47,29 @@ class LaneSequence:
     prefill: Prefill | None
     chain: KeyChain | None
     shared: list[int]
-    stats: GenerationStats
+    prompt_stats: GenerationStats
+    prompt_tokens: int
     first_token: int | None = None
     stored: int = 0
     known: int = 0
     hit: int = 0
     published: int = 0
+    decoded: int = 0
+    read: int = 0
+    visible: int = 0
     lane: int | None = None
     parked: Parked | None = None
 
     @property
+    def stats(self) -> GenerationStats:
+        """What it has read so far."""
+        layers = len(self.prompt_stats.decode.blocks_read)
+        decode = PhaseStats(tokens=self.decoded, blocks_read=[self.read] * layers, blocks_visible=self.visible)
+        return dataclasses.replace(self.prompt_stats, decode=decode)
+
+    @property
     def prefilled(self) -> int:
-        """Prompt tokens that are done."""
+        """Prompt tokens that are done or under way."""
         return self.prefill.prefilled if self.prefill else self.stored
 
 
@@ -93,6 +110,8 @@ class Executor:
         self._salt = None if runner.mode is Mode.INFINIGEN else salt
         self._in_lane: dict[int, LaneSequence] = {}
         self._unread: collections.deque[tuple[Array, dict[int, LaneSequence]]] = collections.deque()
+        self._chunk: Array | None = None
+        self._noted: Callable[[], DecodeStats] | None = None
         self.usage = Usage()
 
     @property
@@ -110,16 +129,18 @@ class Executor:
 
     def start(self, prompt: Sequence[int], params: SamplingParams) -> LaneSequence:
         """Begins a request that `check` lets pass, behind as much of its prompt as the cache holds."""
+        tokens: Any = np.asarray(prompt, np.int32)  # once, since a long list takes milliseconds
         shared: list[int] = []
         chain = None
         if self._salt is not None:
             chain = KeyChain(salt=self._salt, sparse=self.runner.config.sparse)
-            chain.extend(prompt, self.selects(len(prompt)))
+            chain.extend(tokens, self.selects(len(prompt)))
             # At least the last token is computed, since an answer begins with its logits.
             shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
         try:
             prefix = self.lanes.prefix(shared, self.runner.capacity_for(len(prompt))) if shared else None
-            prefill = self.runner.start(prompt, params, prefix=prefix)
+            hit = len(shared) * self.block_size if shared else None
+            prefill = self.runner.start(tokens, params, prefix=prefix, prefix_tokens=hit)
         except BaseException:
             self.blocks.give_back(shared)
             raise
@@ -130,16 +151,24 @@ class Executor:
             prefill=prefill,
             chain=chain,
             shared=shared,
-            stats=prefill.stats,
+            prompt_stats=prefill.stats,
+            prompt_tokens=len(prompt),
             known=len(prompt),
             hit=len(shared) * self.block_size,
             published=len(shared),
         )
 
     def prefill(self, sequence: LaneSequence) -> int | None:
-        """One chunk of a prompt; the first token of the answer when it is the last chunk."""
+        """One chunk of a prompt; the first token of the answer when it is the last chunk.
+
+        Waits for the last chunk, and for the chunk before this one, whosever that was: one at a time is under way.
+        """
         assert sequence.prefill is not None
+        if self._chunk is not None:
+            with contextlib.suppress(Exception):  # its own request hears of that
+                jax.block_until_ready(self._chunk)
         token = sequence.prefill.advance()
+        self._chunk = sequence.prefill.launched
         if token is not None:
             sequence.first_token, sequence.stored = token, sequence.prefill.prompt_tokens
         return token
@@ -186,7 +215,7 @@ class Executor:
 
     def fed(self, sequence: LaneSequence, token: int) -> None:
         """The next token of an answer is known, and is or will be stored: it counts, and its block can get a key."""
-        if sequence.known > sequence.stats.prefill.tokens + sequence.hit:
+        if sequence.known > sequence.prompt_tokens:
             self._count(sequence)
         sequence.known += 1
         if sequence.chain is not None:
@@ -208,9 +237,16 @@ class Executor:
         sequence.lane = sequence.parked = sequence.prefill = None
         sequence.shared = []
 
+    def note_cache(self) -> None:
+        """Asks the device for the numbers that `cache_stats` gives; waits for nothing."""
+        self._noted = self.lanes.note_stats()
+
     def cache_stats(self) -> dict[str, tuple[float, str]]:
-        """Numbers of the cache with what they mean, counters with ``_total`` behind; waits for the device."""
-        stats, usage, blocks = self.lanes.return_stats(), self.usage, self.blocks
+        """Numbers of the cache with what they mean, counters with ``_total`` behind.
+
+        What the steps did is as of the last `note_cache`; waits for the steps launched before that.
+        """
+        stats, usage, blocks = (self._noted or self.lanes.note_stats())(), self.usage, self.blocks
         copied, attended = int(stats.copied.sum()), int(stats.attended.sum())
         return {
             "cache_blocks": (blocks.num_blocks, "Blocks of the host pool."),
@@ -244,7 +280,7 @@ class Executor:
         self._publish(sequence)
 
     def _publish(self, sequence: LaneSequence) -> None:
-        if sequence.chain is None:
+        if sequence.chain is None or len(sequence.chain.keys) <= sequence.published:
             return
         if sequence.lane is not None:
             written = self.lanes.written_blocks(sequence.lane)
@@ -267,5 +303,6 @@ class Executor:
         visible = (sequence.known - 1) // self.block_size + 1
         selects = self.selects(sequence.known) or self.runner.mode is Mode.INFINIGEN
         read = min(config.sparse.num_selected_blocks, visible) if selects else visible
-        heads = config.num_kv_heads
-        sequence.stats.decode.add(1, np.full(config.num_layers, read * heads), visible * heads)
+        sequence.decoded += 1
+        sequence.read += read * config.num_kv_heads
+        sequence.visible += visible * config.num_kv_heads

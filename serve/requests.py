@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from sparda_jax.sampling import SamplingParams
@@ -73,12 +73,23 @@ class Job[S](Task):
     settled: bool = False
     cancelled: bool = False
 
-    def post(self, item: TokenEvent | EngineError) -> None:
-        """Sends a token, or the error that ends the request; from any thread."""
-        try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, item)
-        except RuntimeError:  # the client's event loop has been closed
-            self.cancelled = True
+
+Post = tuple[Job[Any], TokenEvent | EngineError]
+"""A token for a request, or the error that ends it."""
+
+
+def post(loop: asyncio.AbstractEventLoop, posts: Sequence[Post]) -> None:
+    """Sends these to requests of one event loop; from any thread."""
+    try:
+        loop.call_soon_threadsafe(_deliver, posts)
+    except RuntimeError:  # the clients' event loop has been closed
+        for job, _ in posts:
+            job.cancelled = True
+
+
+def _deliver(posts: Sequence[Post]) -> None:
+    for job, item in posts:
+        job.events.put_nowait(item)
 
 
 class TokenStream(AsyncIterator[TokenEvent]):

@@ -65,9 +65,13 @@ def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
         if smaller is not None and smaller.capacity < capacity:
             # A full cache of the bucket before grows into this one.
             full = _with_length(smaller, smaller.capacity)
-            runner.advance(full, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
+            at = np.array([smaller.capacity])
+            runner.advance(full, at, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
         cache = runner.new_cache(1, capacity)
-        _, smaller, _, _ = runner.advance(cache, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
+        tokens, smaller, _, _ = runner.advance(
+            cache, np.zeros(1, int), np.zeros((1, size), np.int32), one, sparse, sampling, decode=False
+        )
+        jax.block_until_ready(tokens)  # so that there is one of them in memory at a time
         yield
 
 

@@ -135,7 +135,14 @@ class Runner:
         """InfiniGen's calibrated basis; None in other modes."""
         return self._skew
 
-    def start(self, prompt: Seq[int], params: SamplingParams, *, prefix: KVCache | None = None) -> "Sequence":
+    def start(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        prefix: KVCache | None = None,
+        prefix_tokens: int | None = None,
+    ) -> "Sequence":
         """A request of its own, to be advanced step by step.
 
         Args:
@@ -143,13 +150,15 @@ class Runner:
             params: how it is continued.
             prefix: a cache of batch 1 that holds the prompt's first tokens already, at least one and not all: prefill
                 goes on behind them. The request takes it over and donates it.
+            prefix_tokens: how many it holds, from a caller that knows; None: the device is asked, and waited for.
 
         Raises:
             ValueError: what :meth:`start_batch` names, or a ``prefix`` that is no such cache.
         """
         lanes = self.start_batch([prompt], [params])
         if prefix is not None:
-            lanes.go_on_from(prefix)
+            lengths = np.asarray(prefix.lengths) if prefix_tokens is None else np.array([prefix_tokens])
+            lanes.go_on_from(prefix, lengths)
         return Sequence(lanes)
 
     def start_batch(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> "Lanes":
@@ -172,9 +181,10 @@ class Runner:
         """
         if not len(prompt):
             raise ValueError("prompt is empty: give at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < self.config.vocab_size:
+        ids = np.asarray(prompt)
+        if not 0 <= ids.min() <= ids.max() < self.config.vocab_size:
             raise ValueError(
-                f"prompt holds token ids {min(prompt)}..{max(prompt)}, outside vocab_size={self.config.vocab_size}"
+                f"prompt holds token ids {ids.min()}..{ids.max()}, outside vocab_size={self.config.vocab_size}"
             )
         if len(prompt) + params.max_tokens > self.max_model_len:
             raise ValueError(
@@ -205,13 +215,24 @@ class Runner:
         return jax.device_put(cache, self._device)
 
     def advance(
-        self, cache: KVCache, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, sampling, decode: bool
-    ):
-        """Runs one compiled step; see :func:`sparda_jax.forward.forward` for the arguments."""
-        needed = self.capacity_for(int(np.max(np.asarray(cache.lengths) + num_new)))
+        self,
+        cache: KVCache,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
+        num_new: np.ndarray,
+        sparse: np.ndarray,
+        sampling: SamplingState,
+        decode: bool,
+    ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
+        """Launches one compiled step and waits for nothing; ``lengths`` are the cache's, which the host knows.
+
+        See :func:`sparda_jax.forward.forward` for the other arguments. Returns the tokens that follow, the cache, and
+        the blocks read and visible.
+        """
+        needed = self.capacity_for(int(np.max(lengths + num_new)))
         if needed > cache.capacity:
             cache = _grow(cache, capacity=needed)
-        following, cache, read, visible = _advance(
+        return _advance(
             self._graphdef,
             self._state,
             self._skew,
@@ -224,7 +245,6 @@ class Runner:
             decode=decode,
             max_len=self.max_model_len,
         )
-        return np.asarray(following), cache, np.asarray(read), np.asarray(visible)
 
 
 class Lanes:
@@ -241,6 +261,7 @@ class Lanes:
         self._lengths = np.zeros(len(prompts), np.int64)
         self._cache: KVCache | None = None
         self._taken = False
+        self._launched: tuple[bool, np.ndarray, jax.Array, jax.Array] | None = None
         layers = runner.config.num_layers
         self.stats = [
             GenerationStats(
@@ -251,9 +272,9 @@ class Lanes:
             for _ in prompts
         ]
 
-    def go_on_from(self, prefix: KVCache) -> None:
-        """The one prompt of this batch is prefilled as far as ``prefix`` goes; see :meth:`Runner.start`."""
-        lengths, prompt = np.asarray(prefix.lengths), int(self.prompt_tokens[0])
+    def go_on_from(self, prefix: KVCache, lengths: np.ndarray) -> None:
+        """The one prompt of this batch is prefilled as far as ``prefix``, of ``lengths``, goes; see `Runner.start`."""
+        prompt = int(self.prompt_tokens[0])
         if lengths.shape != (1,) or not 0 < lengths[0] < prompt:
             raise ValueError(
                 f"prefix holds {lengths.tolist()} tokens: it must be one sequence, of at least one token and fewer "
@@ -265,6 +286,11 @@ class Lanes:
         """The lane stops: it takes part in no further step."""
         self._live[lane] = False
 
+    @property
+    def launched(self) -> jax.Array | None:
+        """See `Sequence.launched`."""
+        return None if self._launched is None else self._launched[3]
+
     def take_cache(self) -> KVCache:
         """The batch's cache; what takes it may donate it, so these lanes can't go on."""
         if self._cache is None:
@@ -273,11 +299,15 @@ class Lanes:
         return cache
 
     def advance(self) -> np.ndarray | None:
-        """One prefill chunk (None until the last), or one decode step: the new token of every live lane, else -1."""
+        """One prefill chunk (None until the last), or one decode step: the new token of every live lane, else -1.
+
+        A chunk that gives no token is only launched; the next call waits for it, and then `stats` count it.
+        """
         longest = int(self.prompt_tokens.max())
         tokens = self._prefill(longest) if self.prefilled < longest else self._decode()
         if self.prefilled < longest:
             return None
+        self._settle()
         self._last = np.where(self._live, tokens, self._last).astype(np.int32)
         return np.where(self._live, tokens, -1)
 
@@ -295,31 +325,43 @@ class Lanes:
         # One decision for the whole prompt, however it is cut.
         following = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False)
         ended = (num_new > 0) & (self.prompt_tokens <= start + size)
-        self._last = np.where(ended, following, self._last).astype(np.int32)
+        if ended.any():
+            self._last = np.where(ended, np.asarray(following), self._last).astype(np.int32)
         self.prefilled = min(start + size, longest)
         return self._last
 
     def _decode(self) -> np.ndarray:
         num_new = self._live.astype(np.int32)
-        return self._step(self._last[:, None], num_new, self._is_sparse(self._lengths + 1), decode=True)
+        following = self._step(self._last[:, None], num_new, self._is_sparse(self._lengths + 1), decode=True)
+        return np.asarray(following)
 
     def _is_sparse(self, lengths: np.ndarray) -> np.ndarray:
         return lengths >= self._runner.config.sparse.dense_len
 
-    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> np.ndarray:
+    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> jax.Array:
         if self._taken:
             raise ValueError("the cache has been taken: this sequence can't go on")
+        self._settle()
         cache, self._cache = self._cache, None
         if cache is None:
             cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(1))
         following, self._cache, read, visible = self._runner.advance(
-            cache, tokens, num_new, sparse, self._sampling, decode
+            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode
         )
         self._lengths += num_new
+        self._launched = (decode, num_new, read, visible)
+        return following
+
+    def _settle(self) -> None:
+        """Waits for what was launched last, and counts what it read."""
+        if self._launched is None:
+            return
+        decode, num_new, read, visible = self._launched
+        read, visible = np.asarray(read), np.asarray(visible)
+        self._launched = None
         for lane, stats in enumerate(self.stats):
             phase = stats.decode if decode else stats.prefill
             phase.add(int(num_new[lane]), read[:, lane], int(visible[lane]))
-        return following
 
 
 class Sequence:
@@ -340,6 +382,11 @@ class Sequence:
     @property
     def stats(self) -> GenerationStats:
         return self._lanes.stats[0]
+
+    @property
+    def launched(self) -> jax.Array | None:
+        """An array of the chunk that was launched last, for whoever wants to wait for it; None once it is counted."""
+        return self._lanes.launched
 
     def take_cache(self) -> KVCache:
         """The cache of what went in so far, for `DecodeLanes.enter`; this sequence can't go on.

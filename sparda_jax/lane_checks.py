@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import CacheShape
@@ -55,7 +57,8 @@ def check_sequence(
 ) -> int:
     """The length of a sequence that comes to decode, in tokens; raises what `DecodeLanes.enter` names."""
     block_size = config.sparse.block_size
-    length = int(cache.lengths[0])
+    # Not `cache.lengths[0]`: that is a program, and would wait for all that has been launched.
+    length = int(np.asarray(cache.lengths)[0])
     if not 0 < length < shape.max_blocks * block_size:
         raise ValueError(
             f"a sequence of {length} tokens was given: a lane takes 1 to "

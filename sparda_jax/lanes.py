@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from sparda_jax.cache.admission import PartialBasis, admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
@@ -26,7 +26,7 @@ from sparda_jax.forward import Skew
 from sparda_jax.lane_checks import check_lanes, check_sequence, check_sharing
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
-from sparda_jax.telemetry import DecodeStats, HostClock
+from sparda_jax.telemetry import Counts, DecodeStats, HostClock
 
 
 @dataclasses.dataclass
@@ -255,8 +255,9 @@ class DecodeLanes:
         if any(entry.length % block_size == 0 for _, entry in used):
             # From now on the finished blocks may lose their slots: the write-back runs before any later step.
             self._pool.write_back(self._state)
-            written = self._state.written + finished(self._state, block_size)
-            self._state = dataclasses.replace(self._state, written=written)
+            state = self._state
+            written = _count_finished(state.written, state.live, state.lengths, block_size=block_size)
+            self._state = dataclasses.replace(state, written=written)
         self._clock.launched(self._state.lengths)
         return self._tokens
 
@@ -265,13 +266,21 @@ class DecodeLanes:
 
         Counts are per layer and lane; a lane's go on when another sequence enters it (`DecodeStats.since`).
         """
+        return self.note_stats()()
+
+    def note_stats(self) -> Callable[[], DecodeStats]:
+        """Asks for what all steps so far did; the result gives it, and waits for these steps and for no later one."""
         record = self._state.layers[0].slots
-        return DecodeStats.read(
-            self._state.counts,
+        counts = _copied(self._state.counts)
+        for leaf in jax.tree.leaves(counts):
+            leaf.copy_to_host_async()
+        return functools.partial(
+            DecodeStats.read,
+            counts,
             record_bytes=record.nbytes // record.shape[0],
             steps=self._steps,
             sampled_steps=self._compared,
-            clock=self._clock,
+            clock=dataclasses.replace(self._clock),
         )
 
     def _check_empty(self, lane: int) -> None:
@@ -306,7 +315,7 @@ class DecodeLanes:
         self._tokens, self._sampling = put_input(self._tokens, self._sampling, jnp.int32(lane), token, row)
 
     def _vacate(self, lane: int) -> None:
-        self._state = dataclasses.replace(self._state, live=self._state.live.at[lane].set(False))
+        self._state = dataclasses.replace(self._state, live=_without(self._state.live, jnp.int32(lane)))
         self._lanes[lane] = None
 
     def _wait(self, entry: _Lane, token: Int[Array, ""], row: SamplingState, basis: PartialBasis) -> Parked:
@@ -344,12 +353,31 @@ class DecodeLanes:
 
         with_copies = seconds()
         state, copies = self._state, self.copies
-        counts = jax.tree.map(jnp.copy, state.counts)
+        counts = _copied(state.counts)
         self._state = dataclasses.replace(state, lengths=state.lengths - state.live)
         self._clock.wait += with_copies - seconds()
         self._clock.timed += 1
         self._state, self.copies = dataclasses.replace(self._state, counts=counts), copies
         self._clock.interrupted()
+
+
+@jax.jit
+def _without(live: Bool[Array, "batch"], lane: Int[Array, ""]) -> Bool[Array, "batch"]:
+    return live.at[lane].set(False)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size",))
+def _count_finished(
+    written: Int[Array, "batch"], live: Bool[Array, "batch"], lengths: Int[Array, "batch"], *, block_size: int
+) -> Int[Array, "batch"]:
+    """``written`` once the next finished block of every lane that has one is written back."""
+    return written + finished(live, lengths, written, block_size)
+
+
+@jax.jit
+def _copied(counts: Counts) -> Counts:
+    """The next step takes the place of the originals."""
+    return jax.tree.map(jnp.copy, counts)
 
 
 def step_and_sample(

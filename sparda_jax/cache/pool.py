@@ -111,9 +111,11 @@ class HostPool:
         return np.array(jax.jit(lambda pool: jax.device_put(pool, device))(self._pools[layer]))
 
 
-def finished(state: DecodeState, block_size: int) -> Array:
+def finished(
+    live: Bool[Array, "batch"], lengths: Int[Array, "batch"], written: Int[Array, "batch"], block_size: int
+) -> Bool[Array, "batch"]:
     """Lanes whose next block to write back is complete."""
-    return state.live & (state.lengths // block_size > state.written)
+    return live & (lengths // block_size > written)
 
 
 def _store_blocks(
@@ -165,7 +167,8 @@ def _records_of(block_ids: Int[Array, "blocks"], kv_heads: int) -> Int[Array, "r
 
 def _write_back(pools: Pools, state: DecodeState, *, backend: str | None) -> Pools:
     block_size = state.layers[0].slots.shape[1] // 2
-    return _write_blocks(pools, state, state.written, finished(state, block_size), backend)
+    ready = finished(state.live, state.lengths, state.written, block_size)
+    return _write_blocks(pools, state, state.written, ready, backend)
 
 
 def _write_tail(pools: Pools, state: DecodeState, lane: Int[Array, ""], *, backend: str | None) -> Pools:

@@ -57,8 +57,8 @@ class KeyChain:
         full = len(self._selects) // size * size
         for start in range(0, full, size):
             end = start + size
-            byte = [regime(len(self.keys), choice, self._sparse) for choice in (False, True)]
-            regimes = bytes(byte[selects] for selects in self._selects[start:end])
+            byte = bytes(regime(len(self.keys), choice, self._sparse) for choice in (False, True))
+            regimes = self._selects[start:end].translate(byte.ljust(256))
             self._last = _hash(self._last + regimes + self._tokens[4 * start : 4 * end])
             self.keys.append(self._last)
         del self._tokens[: 4 * full], self._selects[:full]

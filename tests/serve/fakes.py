@@ -131,6 +131,9 @@ class FakeRunner:
         self.live.remove(sequence)
         self.park(sequence)
 
+    def note_cache(self) -> None:
+        pass
+
     def cache_stats(self) -> dict[str, tuple[float, str]]:
         return {"cache_blocks": (self.num_blocks, "Blocks.")}
 

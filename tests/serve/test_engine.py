@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from sparda_jax.serve.requests import (
     TokenEvent,
     TokenStream,
 )
-from tests.serve.fakes import ANSWERS, CHUNK, TOKENIZER, FakeRunner, running_engine
+from tests.serve.fakes import ANSWERS, CHUNK, TOKENIZER, FakeRunner, FakeSequence, running_engine
 
 HELLO = TOKENIZER.encode("hello")
 
@@ -102,6 +103,50 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
         assert len(runner.log) > 100
 
     with_engine(test, runner)
+
+
+def test_a_turn_launches_a_step_before_it_reads_the_last_one_and_sends_before_it_waits_for_a_chunk() -> None:
+    """So the device has work while tokens are looked at, and no token waits for a chunk of another request."""
+    turns: list[list[str]] = []
+    received: list[int] = []
+
+    class Noting(FakeRunner):
+        def step(self) -> None:
+            turns.append(["step"])
+            super().step()
+
+        def read(self, unread: int = 0) -> Any:
+            if turns:
+                turns[-1].append(f"read all but {unread}")
+            return super().read(unread)
+
+        def prefill(self, sequence: FakeSequence) -> int | None:
+            if turns and sequence.prefilled:
+                turns[-1].append("chunk")
+                due = len(turns)  # the first token, and one of each step but the last
+                turns[-1].append("sent" if came_true(lambda: len(received) >= due) else "kept back")
+            return super().prefill(sequence)
+
+    def came_true(condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + 10
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return condition()
+
+    async def test(engine: Engine) -> None:
+        decoding = await engine.submit(HELLO, SamplingParams(max_tokens=2000), ignore_eos=True)
+        received.append((await anext(decoding)).token_id)
+        long = await engine.submit([70] * (CHUNK * 20), params(1))
+        rest = asyncio.create_task(collect(long))
+        while not rest.done():
+            received.append((await anext(decoding)).token_id)
+        decoding.cancel()
+
+    runner = Noting(max_model_len=10_000)
+    with_engine(test, runner)
+    beside = [turn for turn in turns if "chunk" in turn]
+    assert len(beside) == 19
+    assert all(turn == ["step", "read all but 1", "chunk", "sent"] for turn in beside)
 
 
 def test_admission_is_first_come_first_served_and_limited() -> None:

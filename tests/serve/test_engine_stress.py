@@ -147,6 +147,24 @@ def test_a_prompt_may_begin_with_an_answer_that_goes_on(executor: Executor, alon
     executor.release(sequence)
 
 
+def test_one_chunk_at_a_time_is_under_way(executor: Executor, alone: Alone) -> None:
+    """A chunk without a token is only launched: what it read is counted, and waited for, with the next one."""
+    rng = random.Random(12)
+    params = SamplingParams(max_tokens=1)
+    one, other = (executor.start(ids(rng, 3 * CHUNK - 5), params) for _ in range(2))
+    assert executor.prefill(one) is None
+    assert (one.prefilled, one.stats.prefill.tokens) == (CHUNK, 0)
+    chunk: Any = executor._chunk
+    assert executor.prefill(other) is None
+    assert chunk.is_ready()
+    assert executor.prefill(one) is None
+    assert (one.prefilled, one.stats.prefill.tokens) == (2 * CHUNK, CHUNK)
+    assert executor.prefill(one) is not None
+    assert (one.prefilled, one.stats.prefill.tokens) == (3 * CHUNK - 5,) * 2
+    executor.release(other)
+    executor.release(one)
+
+
 def test_who_waited_for_the_same_prompt_reads_it_back(
     executor: Executor, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
