@@ -63,6 +63,13 @@ def main(
         bool,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Keep finished blocks for prompts that begin alike."),
     ] = True,
+    sample_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Every so many decode steps, one is compared with the layers' own selections and the next one timed, "
+            "for /metrics; 0: never. 1000 on a GPU and 0 on a CPU if left out."
+        ),
+    ] = None,
     park_after: Annotated[
         int, typer.Option(help="Tokens after which a request gives up its lane if another one waits for it.")
     ] = 256,
@@ -105,6 +112,7 @@ def main(
             host_pool_gib=host_pool_gib,
             copy_ctas=copy_ctas,
             prefix_cache=prefix_cache,
+            sample_every=sample_every,
             park_after=park_after,
             request_seconds=request_seconds,
             max_queue=max_queue,

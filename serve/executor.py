@@ -112,6 +112,7 @@ class Executor:
         self._unread: collections.deque[tuple[Array, dict[int, LaneSequence]]] = collections.deque()
         self._chunk: Array | None = None
         self._noted: Callable[[], DecodeStats] | None = None
+        self._forgotten: DecodeStats | None = None
         self.usage = Usage()
 
     @property
@@ -237,6 +238,10 @@ class Executor:
         sequence.lane = sequence.parked = sequence.prefill = None
         sequence.shared = []
 
+    def forget_stats(self) -> None:
+        """What the steps did so far counts no more; waits for the device."""
+        self._noted, self._forgotten = None, self.lanes.return_stats()
+
     def note_cache(self) -> None:
         """Asks the device for the numbers that `cache_stats` gives; waits for nothing."""
         self._noted = self.lanes.note_stats()
@@ -247,7 +252,24 @@ class Executor:
         What the steps did is as of the last `note_cache`; waits for the steps launched before that.
         """
         stats, usage, blocks = (self._noted or self.lanes.note_stats())(), self.usage, self.blocks
+        if self._forgotten is not None:
+            stats = stats.since(self._forgotten)
         copied, attended = int(stats.copied.sum()), int(stats.attended.sum())
+        # Without a sample there is nothing to say.
+        sampled = {
+            "prefetch_recall": (
+                stats.recall,
+                "Share of the blocks that a layer's own query picks which its step attended to, in sampled steps.",
+            ),
+            "wasted_copies_ratio": (
+                stats.wasted_share,
+                "Share of the copied blocks that the layer's own query does not pick, in sampled steps.",
+            ),
+            "exposed_wait_seconds": (
+                stats.exposed_wait,
+                "Seconds that copies added to a step which computing did not hide, on average over sampled steps.",
+            ),
+        }
         return {
             "cache_blocks": (blocks.num_blocks, "Blocks of the host pool."),
             "cache_free_blocks": (blocks.num_free - blocks.num_cached, "Blocks that hold nothing."),
@@ -259,7 +281,11 @@ class Executor:
             "blocks_attended_total": (attended, "Blocks attended to in decode, over layers and KV heads."),
             "blocks_fetched_total": (copied, "Those of them that came from the host pool."),
             "fetched_bytes_total": (float(stats.bytes_copied), "Bytes from the host pool."),
-        }
+            "sampled_steps_total": (stats.sampled_steps, "Decode steps compared with the layers' own selections."),
+            "step_launches_total": (stats.launches, "Decode steps launched directly behind another one."),
+            "late_launches_total": (stats.late, "Those of them that found the device idle."),
+            "device_idle_seconds_total": (stats.gap, "How long it had been idle before them, at most."),
+        } | {name: (value, text) for name, (value, text) in sampled.items() if value is not None}
 
     def _settle(self, sequence: LaneSequence, lane: int | None) -> None:
         """A prefilled sequence's blocks go to the pool, and it to a lane or among those that wait."""

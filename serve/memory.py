@@ -15,11 +15,14 @@ from sparda_jax.generate import Runner
 from sparda_jax.machine import Bound, Limits, read_limits
 from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.planned_lanes import demand_for, planned_lanes
+from sparda_jax.selection import Mode
 from sparda_jax.serve.executor import Executor
 from sparda_jax.serve.settings import Settings
 
 # Lanes where nobody says how many, as far as they fit.
 DEFAULT_LANES = {"cpu": 4, "gpu": 16}
+# Decode steps for a sampled one. On a CPU, where nothing travels, that isn't worth compiling a second step.
+DEFAULT_SAMPLE_EVERY = {"cpu": 0, "gpu": 1000}
 
 
 def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:
@@ -75,6 +78,7 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         limits=limits,
         copies=None if settings.copy_ctas is None else CopySettings(ctas=settings.copy_ctas),
         skew=runner.skew,
+        sample_every=_sample_every(runner, settings),
         blocks=blocks,
     )
     return Executor(
@@ -84,6 +88,12 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         salt=salt if settings.prefix_cache else None,
         staging_tokens=demand.capacity + demand.short_tokens,
     )
+
+
+def _sample_every(runner: Runner, settings: Settings) -> int | None:
+    """Dense lanes have no selection that could be compared."""
+    asked = DEFAULT_SAMPLE_EVERY[_platform()] if settings.sample_every is None else settings.sample_every
+    return None if runner.mode is Mode.DENSE else asked or None
 
 
 def prefix_salt(runner: Runner, weights: str) -> bytes:

@@ -26,6 +26,7 @@ class Settings:
         host_pool_gib: size of the host pool; None: every lane at its full length.
         copy_ctas: thread blocks of the kernel that fetches; None: the fewest that are about as fast as the best number.
         prefix_cache: whether finished blocks serve later prompts that begin alike.
+        sample_every: every so many decode steps one is sampled for /metrics; 0: none; None: see ``memory.py``.
         park_after: tokens after which a request gives up its lane if another one waits for it.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
@@ -44,6 +45,7 @@ class Settings:
     host_pool_gib: float | None = None
     copy_ctas: int | None = None
     prefix_cache: bool = True
+    sample_every: int | None = None
     park_after: int = 256
     max_queue: int = 64
     warm_up_len: int | None = None
@@ -70,6 +72,12 @@ class Settings:
                 "a finite number above 0",
             ),
             ("--copy-ctas", self.copy_ctas, self.copy_ctas is None or self.copy_ctas >= 1, "at least 1"),
+            (
+                "--sample-every",
+                self.sample_every,
+                self.sample_every is None or self.sample_every == 0 or self.sample_every >= 2,
+                "0 (never) or at least 2",
+            ),
             ("--park-after", self.park_after, self.park_after >= 1, "at least 1"),
             ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),
             (

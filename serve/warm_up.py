@@ -76,7 +76,10 @@ def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
 
 
 def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
-    """A sequence of each size enters a lane, decodes, is parked, goes on, is read back, and waits from the start."""
+    """A sequence of each size enters a lane, decodes, is parked, goes on, is read back, and waits from the start.
+
+    Steps are of one size for all; the first sequence also takes the sampled ones.
+    """
     lanes, block_size = executor.lanes, executor.block_size
     greedy = SamplingParams()
     for capacity in sizes:
@@ -86,6 +89,10 @@ def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
         if executor.shares_prefixes:
             lanes.prefix(lanes.written_blocks(0)[:1], capacity)
         lanes.step()
+        if lanes.samples and capacity == sizes[0]:
+            lanes.sample_next()
+            lanes.step()
+            lanes.step()
         parked = lanes.park(0)
         lanes.resume(0, parked)
         lanes.step()
@@ -93,6 +100,7 @@ def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
         lanes.drop(lanes.adopt(_with_length(executor.runner.new_cache(1, capacity), 1), 0, greedy))
         jax.block_until_ready(lanes.copies)
         yield
+    executor.forget_stats()
 
 
 def _with_length(cache: KVCache, length: int) -> KVCache:

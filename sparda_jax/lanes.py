@@ -89,6 +89,7 @@ class DecodeLanes:
         self._step = self._program(plan)
         self._comparing_step = self._program(dataclasses.replace(plan, compares=True))
         self._sample_every, self._steps, self._compared, self._clock = sample_every, 0, 0, HostClock()
+        self._sampled_from = 0
         self._admit = jax.jit(functools.partial(admit, config=config), donate_argnums=0)
         self._write_pages = jax.jit(functools.partial(write_pages, config=config), donate_argnums=0)
         self._seat = jax.jit(functools.partial(seat, backend=plan.backends.record_copy), donate_argnums=0)
@@ -228,6 +229,15 @@ class DecodeLanes:
         self._clock.interrupted()
         return self._pool.load(self._state, blocks, capacity)
 
+    @property
+    def samples(self) -> bool:
+        """Whether some steps are sampled."""
+        return self._sample_every is not None
+
+    def sample_next(self) -> None:
+        """The next step, if it is not the first, and the one behind it are sampled; further ones counted from there."""
+        self._sampled_from = self._steps + 1
+
     def step(self) -> Int[Array, "batch"]:
         """Advances every lane in use by one token; returns the new tokens (those of empty lanes mean nothing).
 
@@ -327,7 +337,9 @@ class DecodeLanes:
         """Launches a step, or samples one."""
         self._steps += 1
         # The first step is never sampled: it compiles the program.
-        place = self._steps % self._sample_every if self._sample_every and self._steps > 1 else -1
+        place = -1
+        if self._sample_every and self._steps > 1:
+            place = (self._steps - self._sampled_from) % self._sample_every
         if place == 1:
             self._take_twice(new_blocks)
             return
@@ -345,7 +357,8 @@ class DecodeLanes:
         tokens = self._tokens
 
         def seconds() -> float:
-            jax.block_until_ready(self._state)
+            # A program launched now comes behind everything that is under way, such as a chunk of a prompt.
+            jax.block_until_ready(_copied(self._state.counts))
             began = self._clock.now()
             self._take(self._step, tokens, new_blocks)
             jax.block_until_ready(self._state)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparda_jax.generate import PREFILL_CHUNKS
@@ -19,6 +20,7 @@ from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.executor import Executor, LaneSequence
 from sparda_jax.serve.requests import EngineError, Job
+from sparda_jax.telemetry import DecodeStats
 from tests.serve.harness import MAX_MODEL_LEN, pool_of
 from tests.serve.in_process import (
     DELAYS,
@@ -163,6 +165,27 @@ def test_one_chunk_at_a_time_is_under_way(executor: Executor, alone: Alone) -> N
     assert (one.prefilled, one.stats.prefill.tokens) == (3 * CHUNK - 5,) * 2
     executor.release(other)
     executor.release(one)
+
+
+def test_what_sampled_steps_found_is_shown(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = np.ones((2, 2), np.int64)
+    stats = DecodeStats(
+        record_bytes=10, steps=9, sampled_steps=2, attended=8 * ones, copied=3 * ones, picked=4 * ones, found=3 * ones,
+        sampled_copies=5 * ones, wasted=ones, launches=7, late=2, gap=0.5, timed=2, wait=0.25,
+    )  # fmt: skip
+    monkeypatch.setattr(executor, "_noted", lambda: stats)
+    found = {name: value for name, (value, _) in executor.cache_stats().items()}
+    assert (found["prefetch_recall"], found["wasted_copies_ratio"], found["exposed_wait_seconds"]) == (0.75, 0.2, 0.125)
+    assert (found["blocks_attended_total"], found["blocks_fetched_total"], found["fetched_bytes_total"]) == (
+        32,
+        12,
+        120,
+    )
+    assert (found["step_launches_total"], found["late_launches_total"], found["device_idle_seconds_total"]) == (
+        7,
+        2,
+        0.5,
+    )
 
 
 def test_who_waited_for_the_same_prompt_reads_it_back(

@@ -1,6 +1,7 @@
 """The server's engine over the real runner: what comes out over HTTP is what the library generates."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.executor import Executor
 from sparda_jax.serve.memory import make_executor, plan_server
+from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.settings import Settings
 from sparda_jax.serve.warm_up import buckets, programs
 from tests.serve.fakes import wait_until
@@ -109,13 +111,17 @@ def test_after_the_warm_up_nothing_is_compiled(
     monkeypatch.setattr(generate, "MIN_CAPACITY", 128)
     monkeypatch.setitem(generate.PREFILL_CHUNKS, "cpu", (64,))
     model = SparDA.from_pretrained(checkpoint, mode="sparse", max_model_len=256)
-    executor = executor_of(model, max_active=2, host_pool_gib=24 * 2 * 2 * 128 * 16 * 4 / 2**30)  # 24 blocks
+    pool = 24 * 2 * 2 * 128 * 16 * 4 / 2**30  # 24 blocks
+    executor = executor_of(model, max_active=2, host_pool_gib=pool, sample_every=10)
     compiled.clear()
     warm_ups.warm_up(executor, 0, Console(quiet=True))
     assert compiled == []
     warm_ups.warm_up(executor, 256, Console(quiet=True))
     assert compiled.count("jit(_advance)") == len(programs(model.runner, 256)) == 2
     assert executor.blocks.num_free == executor.num_blocks
+    assert executor.lanes.return_stats().sampled_steps == 1
+    executor.note_cache()
+    assert executor.cache_stats()["sampled_steps_total"][0] == 0, "what the warm-up did does not count"
     compiled.clear()
     engine = Engine(executor, eos_token_ids=[], quantum=10)
     engine.start()
@@ -133,3 +139,12 @@ def test_after_the_warm_up_nothing_is_compiled(
     assert executor.usage.parked > 0
     assert executor.usage.prefix_tokens > 0
     assert compiled == []
+    stats = executor.lanes.return_stats()
+    assert stats.sampled_steps > 5
+    text = Metrics(engine).text().decode()
+    shown = dict(re.findall(r"^sparda_(\w+) (\S+)$", text, re.MULTILINE))
+    assert int(float(shown["sampled_steps_total"])) == stats.sampled_steps - 1
+    assert "exposed_wait_seconds" in shown
+    assert "prefetch_recall" not in shown, "four blocks are too few to choose among"
+    helped, typed = (re.findall(rf"^# {kind} (sparda_\w+) \S", text, re.MULTILINE) for kind in ("HELP", "TYPE"))
+    assert helped == typed
