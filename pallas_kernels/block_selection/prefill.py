@@ -13,9 +13,10 @@ from sparda_jax.pallas_kernels.block_selection.reference import Scorer
 from sparda_jax.pallas_kernels.block_selection.triton_prefill_top import top_bits
 from sparda_jax.pallas_kernels.operands import FLOATS, INT32, check_operands
 
-# Scores of so many bytes at a time lie between the kernels: an H200's L2 holds them, and HBM never all of a chunk's.
-_SCORE_BYTES = 16 << 20
-# Rows of the largest tile of the kernels.
+# Scores of so many bytes at a time lie between the kernels. An H200's L2 holds a good part of them, and more launches
+# would cost more than it saves.
+_SCORE_BYTES = 64 << 20
+# Rows of the largest tile of the kernels that score.
 _ROWS = 128
 
 

@@ -61,7 +61,7 @@ def forecast_scores(
     num_selected: int,
     row_tile: int = 128,
     block_tile: int = 64,
-    num_warps: int = 4,
+    num_warps: int = 8,
     num_stages: int = 3,
 ) -> Float[Array, "batch kv_heads 1 rows blocks"]:
     """The scores of the ``rows`` tokens from ``offset`` on: per block the largest of its five products."""
@@ -111,9 +111,9 @@ def softmax_logs(
     num_new: Int[Array, "batch"],
     *,
     num_selected: int,
-    row_tile: int = 128,
+    row_tile: int = 256,
     window_tile: int = 64,
-    num_warps: int = 4,
+    num_warps: int = 8,
     num_stages: int = 3,
 ) -> Float[Array, "batch kv_heads group q_len"]:
     """The binary logarithm of each head's softmax denominator over the windows that its token sees.
@@ -182,8 +182,8 @@ def infllm_scores(
     local_blocks: int,
     num_selected: int,
     row_tile: int = 64,
-    block_tile: int = 64,
-    num_warps: int = 8,
+    block_tile: int = 32,
+    num_warps: int = 4,
     num_stages: int = 2,
 ) -> Float[Array, "batch kv_heads 2 rows blocks"]:
     """The scores of the ``rows`` tokens from ``offset`` on, in two parts.

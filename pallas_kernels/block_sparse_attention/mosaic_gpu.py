@@ -77,7 +77,7 @@ def attention(
     lengths: Int[Array, "batch"],
     *,
     consumers: int | None = None,
-    stages: int = 5,
+    stages: int = 4,
     weights_in_shared: bool = False,
 ) -> BFloat16[Array, "batch q_len heads head_dim"]:
     """See `block_sparse_attention_prefill`; operands as `takes` says.
