@@ -18,7 +18,7 @@ from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
-from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt
+from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt, settle_chunks
 from sparda_jax.serve.report import Report, curl
 from sparda_jax.serve.server import Server, bind, leave, url_of
 from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
@@ -56,6 +56,7 @@ def load(settings: Settings) -> Report:
     )
     shapes = abstract_decoder(model.config, has_forecast=weights.forecast is not None, dtype=model.runner.dtype)
     device = jax.local_devices()[0]
+    settle_chunks(model.runner, settings)
     plan, limits = plan_server(model.runner, settings)
     ids = [*model.config.eos_token_ids, tokenizer.eos_token_id]
     eos = dict.fromkeys(token_id for token_id in ids if token_id is not None)

@@ -17,12 +17,26 @@ from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.planned_lanes import demand_for, planned_lanes
 from sparda_jax.selection import Mode
 from sparda_jax.serve.executor import Executor
-from sparda_jax.serve.settings import Settings
+from sparda_jax.serve.settings import Settings, SettingsError
 
 # Lanes where nobody says how many, as far as they fit.
 DEFAULT_LANES = {"cpu": 4, "gpu": 16}
 # Decode steps for a sampled one. On a CPU, where nothing travels, that isn't worth compiling a second step.
 DEFAULT_SAMPLE_EVERY = {"cpu": 0, "gpu": 1000}
+
+
+def settle_chunks(runner: Runner, settings: Settings) -> None:
+    """Sets how many tokens of a prompt are prefilled between two decode steps, for as long as scores fit into memory.
+
+    Raises:
+        SettingsError: what was asked for is no multiple of a block.
+    """
+    block_size, most = runner.config.sparse.block_size, settings.prefill_tokens
+    if most is None:
+        return
+    if most % block_size:
+        raise SettingsError(f"--prefill-tokens {most} is not allowed: it must be a multiple of {block_size}, a block")
+    runner.prefill_chunks = (*(size for size in runner.prefill_chunks if size < most), most)
 
 
 def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:
@@ -37,6 +51,8 @@ def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]
     demand = demand_for(
         runner.model, mode=runner.mode, max_model_len=runner.max_model_len, batch=asked or 1, host_pool=host_pool
     )
+    if settings.prefill_tokens is not None:
+        demand = dataclasses.replace(demand, prefill_chunks=runner.prefill_chunks)
     if asked is None:
         fitting = largest_batch(settle_fetch(demand, limits, settings.slots), limits, settings.slots)
         demand = dataclasses.replace(demand, batch=max(1, min(DEFAULT_LANES[_platform()], fitting)))

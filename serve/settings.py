@@ -27,6 +27,8 @@ class Settings:
         copy_ctas: thread blocks of the kernel that fetches; None: the fewest that are about as fast as the best number.
         prefix_cache: whether finished blocks serve later prompts that begin alike.
         sample_every: every so many decode steps one is sampled for /metrics; 0: none; None: see ``memory.py``.
+        prefill_tokens: tokens of a prompt that are prefilled between two decode steps, at most; None: what suits the
+            platform.
         park_after: tokens after which a request gives up its lane if another one waits for it.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
@@ -46,6 +48,7 @@ class Settings:
     copy_ctas: int | None = None
     prefix_cache: bool = True
     sample_every: int | None = None
+    prefill_tokens: int | None = None
     park_after: int = 256
     max_queue: int = 64
     warm_up_len: int | None = None
@@ -77,6 +80,12 @@ class Settings:
                 self.sample_every,
                 self.sample_every is None or self.sample_every == 0 or self.sample_every >= 2,
                 "0 (never) or at least 2",
+            ),
+            (
+                "--prefill-tokens",
+                self.prefill_tokens,
+                self.prefill_tokens is None or self.prefill_tokens >= 1,
+                "at least 1",
             ),
             ("--park-after", self.park_after, self.park_after >= 1, "at least 1"),
             ("--max-queue", self.max_queue, self.max_queue >= 0, "0 or more"),

@@ -25,10 +25,16 @@ def buckets(runner: Runner, max_len: int) -> list[int]:
 
 def programs(runner: Runner, max_len: int) -> list[tuple[int, int]]:
     """(capacity, new tokens) of every chunk that a prompt of up to ``max_len`` tokens can be cut into."""
+    sizes = runner.prefill_chunks
     return [
         (capacity, size)
         for capacity in buckets(runner, max_len)
-        for size in dict.fromkeys(runner.chunk_for(1, n, capacity) for n in runner.prefill_chunks)
+        for size in dict.fromkeys(
+            runner.chunk_for(1, size, capacity)
+            # A chunk holds more than the next smaller size would.
+            for smaller, size in zip((0, *sizes), sizes, strict=False)
+            if capacity >= runner.capacity_for(smaller + 1)
+        )
     ]
 
 

@@ -45,6 +45,7 @@ class Demand:
         host_pool: bytes of the host pool; None: every lane at its full length.
         fetch: when missing records are fetched; None: ahead where the mode can, else in turn. `fit.settle_fetch` makes
             None to a stream of whole layers where dense needs that.
+        prefill_chunks: tokens of a prefill chunk, ascending.
 
     Raises:
         ConfigError: a number is too small, the host pool can't hold one sequence, or the mode can't fetch so.
@@ -58,6 +59,7 @@ class Demand:
     batch: int
     host_pool: int | None = None
     fetch: Fetch | None = None
+    prefill_chunks: tuple[int, ...] = PREFILL_CHUNKS["gpu"]
 
     def __post_init__(self) -> None:
         _ = self.decode_plan  # which refuses what the mode can't do
@@ -264,7 +266,7 @@ def prefill_workspace(demand: Demand) -> int:
     ``num_kv_heads c n`` two masks; or the MLP's inner arrays, where that is more; and four residual streams. A chunk
     is the smallest one at the whole length, or any that stays below the bound on scores.
     """
-    config, item, chunks = demand.config, demand.dtype.itemsize, PREFILL_CHUNKS["gpu"]
+    config, item, chunks = demand.config, demand.dtype.itemsize, demand.prefill_chunks
     bound = MAX_SCORE_BYTES // (4 * config.num_heads)
     pairs = max(chunks[0] * demand.capacity, min(chunks[-1] * demand.capacity, bound))
     scores = pairs * (config.num_heads * (4 + item) + 2 * config.num_kv_heads)

@@ -124,6 +124,7 @@ class Runner:
         self._graphdef, self._state = nnx.split(model)
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
+        """Tokens of a prefill chunk, ascending: the smallest that holds the rest of a prompt is taken."""
 
     @property
     def model(self) -> Decoder:
@@ -344,7 +345,7 @@ class Lanes:
         self._settle()
         cache, self._cache = self._cache, None
         if cache is None:
-            cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(1))
+            cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(int(num_new.max())))
         following, self._cache, read, visible = self._runner.advance(
             cache, self._lengths, tokens, num_new, sparse, self._sampling, decode
         )

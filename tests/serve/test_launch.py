@@ -69,6 +69,8 @@ def refusal(*arguments: str) -> str:
         (["--host-pool-gib", "0.00001"], "holds 0 blocks, and a sequence of 1024 tokens has 16"),
         (["--copy-ctas", "0"], "--copy-ctas 0 is not allowed"),
         (["--sample-every", "1"], "--sample-every 1 is not allowed: it must be 0 (never) or at least 2"),
+        (["--prefill-tokens", "0"], "--prefill-tokens 0 is not allowed"),
+        (["--prefill-tokens", "100"], "--prefill-tokens 100 is not allowed: it must be a multiple of 64, a block"),
         (["--park-after", "0"], "--park-after 0 is not allowed"),
         (["--request-seconds", "0"], "--request-seconds 0.0 is not allowed"),
     ],

@@ -19,7 +19,7 @@ from sparda_jax.serve import warm_up as warm_ups
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.executor import Executor
-from sparda_jax.serve.memory import make_executor, plan_server
+from sparda_jax.serve.memory import make_executor, plan_server, settle_chunks
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.settings import Settings
 from sparda_jax.serve.warm_up import buckets, programs
@@ -99,9 +99,27 @@ def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) ->
     assert programs(runner, 8192) == [(1024, 128)]
     monkeypatch.setattr(runner, "prefill_chunks", (256, 1024))
     assert programs(runner, 8192) == [(1024, 256), (1024, 1024)]
+    monkeypatch.setattr(runner, "prefill_chunks", (256, 1024, 4096))
+    sizes = {1024: (256, 1024), 2048: (256, 1024, 4096), 4096: (256, 1024, 4096), 8192: (256, 1024, 4096)}
+    monkeypatch.setattr(runner, "max_model_len", 8192)
+    assert programs(runner, 8192) == [(capacity, size) for capacity, some in sizes.items() for size in some]
     monkeypatch.setattr(runner, "max_model_len", 3000)
     assert buckets(runner, 8192) == [1024, 2048, 3008]
     assert buckets(runner, 2000) == [1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("asked", "chunks"), [(None, (256, 1024)), (128, (128,)), (512, (256, 512)), (1024, (256, 1024)), (64, (64,))]
+)
+def test_the_prefill_budget_is_the_largest_chunk(
+    model: SparDA, monkeypatch: pytest.MonkeyPatch, asked: int | None, chunks: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(model.runner, "prefill_chunks", (256, 1024))
+    settings = Settings(prefill_tokens=asked)
+    settle_chunks(model.runner, settings)
+    assert model.runner.prefill_chunks == chunks
+    plan, _ = plan_server(model.runner, settings)
+    assert plan.demand.prefill_chunks == chunks
 
 
 def test_after_the_warm_up_nothing_is_compiled(
