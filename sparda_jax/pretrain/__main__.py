@@ -34,7 +34,16 @@ from sparda_jax.model import Decoder
 from sparda_jax.pretrain.batches import Batch, BatchPool, LossWeights, StreamConfig
 from sparda_jax.pretrain.evaluate import EVAL_NEW_TOKENS, RecallResult, evaluate_recall, load_modes
 from sparda_jax.pretrain.forecast_texts import DocumentConfig, write_texts
-from sparda_jax.pretrain.recipe import ADAPTATION, FORESIGHT, PRETRAINING, REFINEMENT, Phase, Recipe, hf_config
+from sparda_jax.pretrain.recipe import (
+    ADAPTATION,
+    FORESIGHT,
+    PRETRAINING,
+    REFINEMENT,
+    SETTLING,
+    Phase,
+    Recipe,
+    hf_config,
+)
 from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
 from sparda_jax.pretrain.trainer import train as run_training
 from sparda_jax.selection import Mode
@@ -104,6 +113,9 @@ def foresee(
     forecast: Annotated[
         Path | None, typer.Option(help="Forecast file to start from, in place of the checkpoint's own.")
     ] = None,
+    settle: Annotated[
+        bool, typer.Option("--settle", help="Its second half, from what the first wrote: lower rates.")
+    ] = False,
     data: DataOption = Path(".data/pretrain"),
     workers: WorkersOption = WORKERS,
     seed: Annotated[int, typer.Option(help="Of the batches.")] = 3,
@@ -111,7 +123,7 @@ def foresee(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Fourth stage: the model and its Forecast together, half of the steps routed by the Forecast."""
-    recipe = dataclasses.replace(FORESIGHT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
+    recipe = dataclasses.replace(SETTLING if settle else FORESIGHT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
     try:
         model = load_model(start, dtype=jnp.float32, forecast=forecast, require_forecast=True)
     except (CheckpointError, ConfigError) as error:
