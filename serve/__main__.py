@@ -77,6 +77,14 @@ def main(
             "for even token times. 1024 on a GPU and 128 on a CPU if left out."
         ),
     ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="A request gives the same bits whatever was asked before or runs beside it: chunks of one size, "
+            "prefixes reused in whole chunks only, no sampled steps.",
+        ),
+    ] = False,
     park_after: Annotated[
         int, typer.Option(help="Tokens after which a request gives up its lane if another one waits for it.")
     ] = 256,
@@ -121,6 +129,7 @@ def main(
             prefix_cache=prefix_cache,
             sample_every=sample_every,
             prefill_tokens=prefill_tokens,
+            deterministic=deterministic,
             park_after=park_after,
             request_seconds=request_seconds,
             max_queue=max_queue,

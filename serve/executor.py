@@ -97,10 +97,20 @@ class Executor:
         blocks: the lanes' blocks of the pool.
         salt: names the weights and the options that keys and values depend on; None: no prefix is used again.
         staging_tokens: what the prompts in prefill may have together, see `Scheduler`.
+        deterministic: a prompt's keys and values have the same bits whatever was in the cache, so answers do, too. Then
+            the runner must have chunks of one size: prefill goes on where a chunk would have begun, in a cache of the
+            size that it would have had, behind blocks that a chunk has computed, for a request that attends alike.
     """
 
     def __init__(
-        self, runner: Runner, lanes: DecodeLanes, blocks: PrefixBlocks, *, salt: bytes | None, staging_tokens: int
+        self,
+        runner: Runner,
+        lanes: DecodeLanes,
+        blocks: PrefixBlocks,
+        *,
+        salt: bytes | None,
+        staging_tokens: int,
+        deterministic: bool = False,
     ) -> None:
         self.max_model_len, self.staging_tokens = runner.max_model_len, staging_tokens
         self.num_lanes, self.num_blocks = lanes.shape.lanes, lanes.shape.num_blocks
@@ -108,6 +118,7 @@ class Executor:
         self.runner, self.lanes, self.blocks = runner, lanes, blocks
         # InfiniGen's partial keys belong to one sequence alone.
         self._salt = None if runner.mode is Mode.INFINIGEN else salt
+        self._deterministic = deterministic
         self._in_lane: dict[int, LaneSequence] = {}
         self._unread: collections.deque[tuple[Array, dict[int, LaneSequence]]] = collections.deque()
         self._chunk: Array | None = None
@@ -134,13 +145,20 @@ class Executor:
         shared: list[int] = []
         chain = None
         if self._salt is not None:
-            chain = KeyChain(salt=self._salt, sparse=self.runner.config.sparse)
-            chain.extend(tokens, self.selects(len(prompt)))
+            selects = self.selects(len(prompt))
+            salt = self._salt + bytes([selects]) if self._deterministic else self._salt
+            chain = KeyChain(salt=salt, sparse=self.runner.config.sparse)
+            chain.extend(tokens, selects)
             # At least the last token is computed, since an answer begins with its logits.
             shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
+            if self._deterministic:
+                begun = len(shared) % (self.runner.prefill_chunks[0] // self.block_size)
+                self.blocks.give_back(shared[len(shared) - begun :])
+                shared = shared[: len(shared) - begun]
         try:
-            prefix = self.lanes.prefix(shared, self.runner.capacity_for(len(prompt))) if shared else None
-            hit = len(shared) * self.block_size if shared else None
+            hit = len(shared) * self.block_size
+            capacity = self.runner.capacity_for(hit if self._deterministic else len(prompt))
+            prefix = self.lanes.prefix(shared, capacity) if shared else None
             prefill = self.runner.start(tokens, params, prefix=prefix, prefix_tokens=hit)
         except BaseException:
             self.blocks.give_back(shared)
@@ -155,7 +173,7 @@ class Executor:
             prompt_stats=prefill.stats,
             prompt_tokens=len(prompt),
             known=len(prompt),
-            hit=len(shared) * self.block_size,
+            hit=hit,
             published=len(shared),
         )
 
@@ -219,7 +237,8 @@ class Executor:
         if sequence.known > sequence.prompt_tokens:
             self._count(sequence)
         sequence.known += 1
-        if sequence.chain is not None:
+        # Decode rounds in its own way, so what it stores is not what a chunk would have.
+        if sequence.chain is not None and not self._deterministic:
             sequence.chain.extend([token], self.selects(sequence.known))
             self._publish(sequence)
 

@@ -11,7 +11,7 @@ from sparda_jax.cache.pinning import GIB
 from sparda_jax.cache.prefix import PrefixBlocks
 from sparda_jax.config import ConfigError
 from sparda_jax.fit import auto_slots, check_fits, gib, largest_batch, settle_fetch
-from sparda_jax.generate import Runner
+from sparda_jax.generate import MIN_CAPACITY, Runner
 from sparda_jax.machine import Bound, Limits, read_limits
 from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.planned_lanes import demand_for, planned_lanes
@@ -29,14 +29,24 @@ def settle_chunks(runner: Runner, settings: Settings) -> None:
     """Sets how many tokens of a prompt are prefilled between two decode steps, for as long as scores fit into memory.
 
     Raises:
-        SettingsError: what was asked for is no multiple of a block.
+        SettingsError: what was asked for is no multiple of a block, or with ``--deterministic`` no part of a cache.
     """
     block_size, most = runner.config.sparse.block_size, settings.prefill_tokens
-    if most is None:
-        return
-    if most % block_size:
-        raise SettingsError(f"--prefill-tokens {most} is not allowed: it must be a multiple of {block_size}, a block")
-    runner.prefill_chunks = (*(size for size in runner.prefill_chunks if size < most), most)
+    if most is not None:
+        if most % block_size:
+            raise SettingsError(
+                f"--prefill-tokens {most} is not allowed: it must be a multiple of {block_size}, a block"
+            )
+        runner.prefill_chunks = (*(size for size in runner.prefill_chunks if size < most), most)
+    if settings.deterministic:
+        longest = runner.max_model_len
+        size = runner.chunk_for(1, longest, runner.capacity_for(longest))
+        if MIN_CAPACITY % size:
+            # A last chunk that is not full would be computed in a smaller cache than a full one.
+            raise SettingsError(
+                f"--prefill-tokens {most} is not allowed with --deterministic: it must divide {MIN_CAPACITY}"
+            )
+        runner.prefill_chunks = (size,)
 
 
 def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:
@@ -51,7 +61,7 @@ def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]
     demand = demand_for(
         runner.model, mode=runner.mode, max_model_len=runner.max_model_len, batch=asked or 1, host_pool=host_pool
     )
-    if settings.prefill_tokens is not None:
+    if settings.prefill_tokens is not None or settings.deterministic:
         demand = dataclasses.replace(demand, prefill_chunks=runner.prefill_chunks)
     if asked is None:
         fitting = largest_batch(settle_fetch(demand, limits, settings.slots), limits, settings.slots)
@@ -103,13 +113,16 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         blocks,
         salt=salt if settings.prefix_cache else None,
         staging_tokens=demand.capacity + demand.short_tokens,
+        deterministic=settings.deterministic,
     )
 
 
 def _sample_every(runner: Runner, settings: Settings) -> int | None:
-    """Dense lanes have no selection that could be compared."""
+    """Dense lanes have no selection that could be compared, and a sampled step is a program of its own."""
+    if runner.mode is Mode.DENSE or settings.deterministic:
+        return None
     asked = DEFAULT_SAMPLE_EVERY[_platform()] if settings.sample_every is None else settings.sample_every
-    return None if runner.mode is Mode.DENSE else asked or None
+    return asked or None
 
 
 def prefix_salt(runner: Runner, weights: str) -> bytes:

@@ -29,6 +29,7 @@ class Settings:
         sample_every: every so many decode steps one is sampled for /metrics; 0: none; None: see ``memory.py``.
         prefill_tokens: tokens of a prompt that are prefilled between two decode steps, at most; None: what suits the
             platform.
+        deterministic: an answer's bits depend on nothing that ran before or beside it.
         park_after: tokens after which a request gives up its lane if another one waits for it.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
@@ -49,6 +50,7 @@ class Settings:
     prefix_cache: bool = True
     sample_every: int | None = None
     prefill_tokens: int | None = None
+    deterministic: bool = False
     park_after: int = 256
     max_queue: int = 64
     warm_up_len: int | None = None
@@ -108,6 +110,11 @@ class Settings:
         for option, value, holds, rule in rules:
             if not holds:
                 raise SettingsError(f"{option} {value} is not allowed: it must be {rule}")
+        if self.deterministic and self.sample_every:
+            raise SettingsError(
+                f"--sample-every {self.sample_every} is not allowed with --deterministic: sampled steps are another "
+                "program, which may round otherwise; leave one of them out"
+            )
         for option, path, there in (
             ("--model", self.model, self.model.is_dir()),
             ("--forecast", self.forecast, self.forecast is None or self.forecast.is_file()),
