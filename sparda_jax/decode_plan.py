@@ -25,13 +25,14 @@ class Fetch(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Which backend runs each operation of the step; None: the fastest (`choose_backend`)."""
+    """Which backend runs each operation; None: the fastest (`choose_backend`). The last one is prefill's."""
 
     block_selection: str | None = None
     residency: str | None = None
     record_copy: str | None = None
     sparse_attention: str | None = None
     token_append: str | None = None
+    block_sparse_attention: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.cache import KVCache, LayerCache
 from sparda_jax.config import ModelConfig
+from sparda_jax.decode_plan import Backends
 from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
 from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
-from sparda_jax.selection import Mode, QueryContext, block_scores, channel_importance, group_heads
+from sparda_jax.prefill import Chunk, by_bits, count_bits
+from sparda_jax.selection import Mode, QueryContext, block_scores, channel_importance, group_heads, scored_with
 
 Skew = tuple[Float[Array, "kv_heads head_dim head_dim"], ...]
+_Ids = Int[Array, "batch kv_heads q_len selected"]
+_FASTEST = Backends()
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +49,17 @@ class _Step:
     total: Int[Array, "batch"]
     valid: Bool[Array, "batch q_len"]
     sparse: Bool[Array, "batch"]
+    chunk: Chunk | None
 
     @property
     def query_block(self) -> Int[Array, "batch q_len"]:
         return self.positions // self.config.sparse.block_size
+
+    @property
+    def visible(self) -> Int[Array, "batch"]:
+        """(Token, KV head, block) triples up to the new tokens' own blocks."""
+        blocks = jnp.where(self.valid, self.query_block + 1, 0)
+        return jnp.sum(blocks, axis=1) * self.config.num_kv_heads
 
 
 def forward(
@@ -62,6 +73,7 @@ def forward(
     decode: bool,
     max_len: int | None = None,
     skew: Skew | None = None,
+    backends: Backends = _FASTEST,
 ) -> tuple[Float[Array, "batch q_len hidden"], KVCache, Trace]:
     """Appends ``num_new`` tokens of each sequence to the cache and computes their residual stream.
 
@@ -76,12 +88,18 @@ def forward(
         decode: one new token per sequence, behind its prompt (InfiniGen and sparda-decode-only care).
         max_len: longest sequence to be served, for the choice of RoPE factors.
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer.
+        backends: of the kernels that compute chunks of several tokens on a GPU; elsewhere they are plain jnp, and hold
+            a score for each pair of a new token and a cached one.
 
     Returns:
         The stream before the final norm (``model.logits`` takes it), the new cache and the trace.
     """
     config = model.config
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    sparse = jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse
+    chunk = None
+    if tokens.shape[1] > 1 and by_bits(mode, backends):
+        chunk = Chunk(start=cache.lengths, num_new=num_new, sparse=sparse, config=config.sparse, backends=backends)
     step = _Step(
         mode=mode,
         config=config,
@@ -90,11 +108,12 @@ def forward(
         num_new=num_new,
         total=cache.lengths + num_new,
         valid=jnp.arange(tokens.shape[1]) < num_new[:, None],
-        sparse=jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse,
+        sparse=sparse,
+        chunk=chunk,
     )
     cos, sin = rope_tables(config, positions, max_len)
     x = model.embed(tokens)
-    layers, selected, previous = [], [], None
+    layers, selected, read, previous = [], [], [], None
     for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
         context = {"layer_index": index, "layer": layer, "previous": previous, "cos": cos, "sin": sin}
         context |= {"positions": positions, "decode": decode, "skew": skew[index] if skew else None}
@@ -102,42 +121,48 @@ def forward(
         def attend(projections, context=context, layer_cache=layer_cache):
             nonlocal previous
             query = QueryContext(current=projections, **context)
-            out, new_cache, ids = _attend(step, query, layer_cache, cache.lengths)
+            out, new_cache, ids, count = _attend(step, query, layer_cache, cache.lengths)
             layers.append(new_cache)
             selected.append(ids)
+            read.append(step.visible if count is None else jnp.where(step.sparse, count, step.visible))
             previous = projections
             return out
 
         x = layer(x, cos, sin, attend)
-    trace = _trace(step, tuple(selected))
+    trace = Trace(selected=tuple(selected), blocks_read=jnp.stack(read), blocks_visible=step.visible)
     return x, KVCache(layers=tuple(layers), lengths=step.total), trace
 
 
 def _attend(
     step: _Step, query: QueryContext, cache: LayerCache, lengths: Int[Array, "batch"]
-) -> tuple[Float[Array, "batch q_len heads head_dim"], LayerCache, Int[Array, "batch kv_heads q_len selected"] | None]:
+) -> tuple[Float[Array, "batch q_len heads head_dim"], LayerCache, _Ids | None, Int[Array, "batch"] | None]:
+    """The heads' outputs, the cache with the new tokens, and what was selected, if so: the ids and how many."""
     config, projections = step.config, query.current
     cache = cache.append(projections.k, projections.v, lengths, step.num_new, config.sparse)
     if cache.channel_weight is not None and not step.decode:
         weight = cache.channel_weight + channel_importance(config, query, step.valid)
         cache = dataclasses.replace(cache, channel_weight=weight)
-    ids = _select(step, query, cache)
-    q = group_heads(projections.q, config)
     blocks = cache.k.shape[2] // config.sparse.block_size
+    selects = step.mode is not Mode.DENSE and blocks > config.sparse.num_selected_blocks
+    if step.chunk is not None:
+        bits = step.chunk.select(*scored_with(step.mode, config, query), cache) if selects else None
+        out = step.chunk.attend(projections.q, cache, bits)
+        if bits is None:
+            return out, cache, None, None
+        return out, cache, step.chunk.ids(bits, blocks), count_bits(bits)
+    ids = _select(step, query, cache) if selects else None
+    q = group_heads(projections.q, config)
     listed = min(config.sparse.min_list_width, blocks)
     if ids is not None and q.shape[1] == 1 and listed < blocks:
         out = list_attention(q, cache.k, cache.v, _block_list(step, ids, listed), step.total, config.sparse.block_size)
     else:
         out = _masked(step, q, cache, ids)
-    return out.reshape(projections.q.shape), cache, ids
+    count = None if ids is None else jnp.sum((ids >= 0) & step.valid[:, None, :, None], axis=(1, 2, 3))
+    return out.reshape(projections.q.shape), cache, ids, count
 
 
-def _select(step: _Step, query: QueryContext, cache: LayerCache) -> Int[Array, "batch kv_heads q_len selected"] | None:
-    """The selection of the sparse requests, or None where all visible blocks fit into the width anyway."""
+def _select(step: _Step, query: QueryContext, cache: LayerCache) -> _Ids:
     sparse = step.config.sparse
-    blocks = cache.k.shape[2] // sparse.block_size
-    if step.mode is Mode.DENSE or blocks <= sparse.num_selected_blocks:
-        return None
     return select_blocks(
         block_scores(step.mode, step.config, query, cache),
         step.query_block,
@@ -169,16 +194,3 @@ def _masked(
         mask = block_mask(ids, kv_len // block_size) | ~step.sparse[:, None, None, None]
         allowed = allowed & jnp.repeat(mask, block_size, axis=-1)
     return masked_attention(q, cache.k, cache.v, allowed, stored)
-
-
-def _trace(step: _Step, selected: tuple[Array | None, ...]) -> Trace:
-    visible = jnp.where(step.valid, step.query_block + 1, 0) * step.config.num_kv_heads
-    visible = jnp.sum(visible, axis=1)
-    read = []
-    for ids in selected:
-        if ids is None:
-            read.append(visible)
-            continue
-        chosen = jnp.sum((ids >= 0) & step.valid[:, None, :, None], axis=(1, 2, 3))
-        read.append(jnp.where(step.sparse, chosen, visible))
-    return Trace(selected=selected, blocks_read=jnp.stack(read), blocks_visible=visible)

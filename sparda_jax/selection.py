@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from sparda_jax.cache import LayerCache
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import DecoderLayer, Projections
-from sparda_jax.pallas_kernels.block_selection import forecast_scores, infllm_scores, pool_to_blocks
+from sparda_jax.pallas_kernels.block_selection import Scorer, forecast_scores, infllm_scores, pool_to_blocks
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
 
 # InfiniGen keeps this many of the skewed channels (docs/semantics.md section 7.3).
@@ -93,11 +93,21 @@ def block_scores(
     if mode is Mode.INFINIGEN and query.decode and query.layer_index > 0:
         return _infinigen_scores(config, query, cache)
     visible = visible_windows(query.positions, config)
-    if mode is Mode.SPARDA or (mode is Mode.SPARDA_DECODE_ONLY and query.decode):
-        scores = forecast_scores(_forecast(query), cache.compressed_k, visible)
+    scorer, queries = scored_with(mode, config, query)
+    if scorer is Scorer.FORECAST:
+        scores = forecast_scores(queries[:, :, :, 0], cache.compressed_k, visible)
     else:
-        scores = infllm_scores(query.grouped_q(config), cache.compressed_k, visible)
+        scores = infllm_scores(queries, cache.compressed_k, visible)
     return pool_to_blocks(scores, config.sparse.windows_per_block)
+
+
+def scored_with(
+    mode: Mode, config: ModelConfig, query: QueryContext
+) -> tuple[Scorer, Float[Array, "batch q_len kv_heads group head_dim"]]:
+    """How compressed keys are scored and with which queries, in modes and steps that score them."""
+    if mode is Mode.SPARDA or (mode is Mode.SPARDA_DECODE_ONLY and query.decode):
+        return Scorer.FORECAST, _forecast(query)[:, :, :, None]
+    return Scorer.INFLLM, query.grouped_q(config)
 
 
 def _forecast(query: QueryContext) -> Float[Array, "batch q_len kv_heads head_dim"]:

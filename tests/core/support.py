@@ -16,6 +16,7 @@ from flax import nnx
 from sparda_jax.cache import KVCache
 from sparda_jax.checkpoint import load_model
 from sparda_jax.checkpoint.tensor_files import write_safetensors
+from sparda_jax.decode_plan import Backends
 from sparda_jax.forward import Skew, forward
 from sparda_jax.model import Decoder
 from sparda_jax.selection import Mode
@@ -29,6 +30,7 @@ LAYERS = 2
 PROMPT_WIDTH, CHUNK_WIDTH = 704, 128
 SELECTING = (Mode.SPARSE, Mode.SPARDA, Mode.SPARDA_DECODE_ONLY, Mode.INFINIGEN)
 ALL_MODES = tuple(Mode)
+FASTEST = Backends()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,10 +128,11 @@ def skew_for(mode: Mode) -> Skew | None:
     return tuple(jnp.asarray(layer.basis, jnp.float32) for layer in layers)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode"))
-def _step(graphdef, state, cache, ids, num_new, sparse, skew, *, mode, decode):
+@functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "backends"))
+def _step(graphdef, state, cache, ids, num_new, sparse, skew, *, mode, decode, backends):
     model = nnx.merge(graphdef, state)
-    x, cache, trace = forward(model, cache, ids, num_new, sparse, mode=mode, decode=decode, skew=skew)
+    ways = {"mode": mode, "decode": decode, "backends": backends}
+    x, cache, trace = forward(model, cache, ids, num_new, sparse, skew=skew, **ways)
     return model.logits(x), cache, trace
 
 
@@ -171,8 +174,10 @@ class Session:
         sparse: bool | Sequence[bool] = True,
         poison: bool = False,
         capacity: int = CAPACITY,
+        backends: Backends = FASTEST,
     ) -> None:
         self.model, self.mode, self.skew, self.poison = model, mode, skew, poison
+        self.backends = backends
         self.sparse = np.broadcast_to(sparse, (batch,))
         dtype = model.decoder.embed_tokens.dtype
         infinigen = mode is Mode.INFINIGEN
@@ -191,7 +196,7 @@ class Session:
         graphdef, state = self.model.split
         logits, self.cache, trace = _step(
             graphdef, state, self.cache, ids.astype(np.int32), counts, self.sparse, self.skew,
-            mode=self.mode, decode=decode,
+            mode=self.mode, decode=decode, backends=self.backends,
         )  # fmt: skip
         logits, selected = np.asarray(logits), [None if s is None else np.asarray(s) for s in trace.selected]
         return [

@@ -1,0 +1,91 @@
+"""A prefill chunk on a GPU: blocks are selected as bits, and only selected ones are attended to.
+
+Nothing as large as chunk times cache exists, so neither memory nor time depend on how long the cache may get.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from sparda_jax.cache import LayerCache
+from sparda_jax.config import SparseConfig
+from sparda_jax.decode_plan import Backends
+from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.block_selection import Scorer, bits_to_ids, select_blocks_prefill
+from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill
+from sparda_jax.selection import Mode
+
+
+def by_bits(mode: Mode, backends: Backends) -> bool:
+    """Whether chunks are computed so: where attention has a kernel; the control `random` keeps its plain scores."""
+    chosen = choose_backend(backends.block_sparse_attention, "block_sparse_attention")
+    return mode is not Mode.RANDOM and chosen is not Backend.REFERENCE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The tokens of a chunk: which they are, and how they attend.
+
+    Attributes:
+        start: position of each sequence's first token.
+        num_new: how many of its tokens are real.
+        sparse: False: the sequence attends to everything.
+        config: widths of the selection.
+        backends: of the kernels.
+    """
+
+    start: Int[Array, "batch"]
+    num_new: Int[Array, "batch"]
+    sparse: Bool[Array, "batch"]
+    config: SparseConfig
+    backends: Backends
+
+    def select(
+        self, scorer: Scorer, queries: Float[Array, "batch q_len kv_heads group head_dim"], cache: LayerCache
+    ) -> UInt32[Array, "batch kv_heads q_len words"]:
+        """The blocks of every token, whether its sequence is sparse or not."""
+        return select_blocks_prefill(
+            queries,
+            cache.compressed_k,
+            self.start,
+            self.num_new,
+            scorer=scorer,
+            init_blocks=self.config.init_blocks,
+            local_blocks=self.config.local_blocks,
+            num_selected=self.config.num_selected_blocks,
+            backend=self.backends.block_selection,
+        )
+
+    def attend(
+        self,
+        q: Float[Array, "batch q_len heads head_dim"],
+        cache: LayerCache,
+        bits: UInt32[Array, "batch kv_heads q_len words"] | None,
+    ) -> Float[Array, "batch q_len heads head_dim"]:
+        """Attention over the selected blocks, or over all where there is no selection or a sequence is dense."""
+        batch, kv_heads, capacity, _ = cache.k.shape
+        words = -(-capacity // (self.config.block_size * 32))
+        every = jnp.full((batch, kv_heads, q.shape[1], words), 2**32 - 1, jnp.uint32)
+        return block_sparse_attention_prefill(
+            q,
+            cache.k,
+            cache.v,
+            every if bits is None else jnp.where(self.sparse[:, None, None, None], bits, every),
+            self.start,
+            self.start + self.num_new,
+            block_size=self.config.block_size,
+            backend=self.backends.block_sparse_attention,
+        )
+
+    def ids(
+        self, bits: UInt32[Array, "batch kv_heads q_len words"], blocks: int
+    ) -> Int[Array, "batch kv_heads q_len k"]:
+        """The selection as a trace has it."""
+        return bits_to_ids(bits, min(self.config.num_selected_blocks, blocks))
+
+
+def count_bits(bits: UInt32[Array, "batch kv_heads q_len words"]) -> Int[Array, "batch"]:
+    """(token, KV head, block) triples that were selected."""
+    return jnp.sum(lax.population_count(bits), axis=(1, 2, 3), dtype=jnp.int32)

@@ -1,0 +1,88 @@
+"""Prefill by the kernels, interpreted: the same blocks and logits as the plain chunks give."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparda_jax.decode_plan import Backends
+from sparda_jax.pallas_kernels.backend import H200
+from sparda_jax.prefill import by_bits
+from sparda_jax.selection import Mode
+from tests.core.support import CHUNK_WIDTH, LAYERS, Output, Session, assert_same, join, tokens, toy, whole
+
+# Starts and ends on and off the boundaries of windows and blocks; a lane that rests, and one that ends early.
+PIECES = ((128, 127, 128, 65, 128, 74), (100, 0, 128, 47, 16, 100))
+LENGTHS = tuple(map(sum, PIECES))
+SEEDS = (5, 6)
+# Selection in float32 has no kernel; that of bits is the same for all backends.
+FLOAT32 = Backends(block_selection="reference", block_sparse_attention="triton")
+BFLOAT16 = Backends(block_selection="triton", block_sparse_attention="triton")
+
+
+@functools.cache
+def prefilled(mode: Mode, backends: Backends, dtype: Any = jnp.float32, *, sparse: bool = True) -> list[Output]:
+    """Two sequences in ragged pieces; what no token wrote is NaN all the time. The first one may be dense."""
+    session = Session(toy(dtype=dtype), mode, 2, poison=True, backends=backends, sparse=[sparse, True])
+    outputs = []
+    for turn in range(len(PIECES[0])):
+        begin = [sum(sizes[:turn]) for sizes in PIECES]
+        pieces = [
+            tokens(1000, seed)[at : at + sizes[turn]] for seed, at, sizes in zip(SEEDS, begin, PIECES, strict=True)
+        ]
+        outputs.append(session.feed(pieces, CHUNK_WIDTH))
+    return [join(lane) for lane in zip(*outputs, strict=True)]
+
+
+MODES = [pytest.param(Mode.SPARSE, marks=pytest.mark.slow), Mode.SPARDA]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_same_blocks_and_logits(mode: Mode) -> None:
+    for lane, found in enumerate(prefilled(mode, FLOAT32)):
+        expected = whole(mode, LENGTHS[lane], SEEDS[lane])
+        assert_same(found, expected)
+        np.testing.assert_array_equal(found.blocks_read, expected.blocks_read)
+        assert found.blocks_visible == expected.blocks_visible
+        assert (found.blocks_read < found.blocks_visible).all()
+
+
+def test_a_dense_sequence_among_sparse_ones_reads_everything() -> None:
+    dense, sparse = prefilled(Mode.SPARDA, FLOAT32, sparse=False)
+    expected = whole(Mode.DENSE, LENGTHS[0], SEEDS[0])
+    np.testing.assert_allclose(dense.logits, expected.logits, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(dense.blocks_read, expected.blocks_read)
+    assert_same(sparse, whole(Mode.SPARDA, LENGTHS[1], SEEDS[1]))
+
+
+def test_dense_mode() -> None:
+    for lane, found in enumerate(prefilled(Mode.DENSE, FLOAT32)):
+        assert_same(found, whole(Mode.DENSE, LENGTHS[lane], SEEDS[lane]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16(mode: Mode) -> None:
+    """Layer 0 selects from the same keys; behind it sums that round another way may turn a near tie."""
+    plain = prefilled(mode, Backends(), jnp.bfloat16)
+    for found, expected in zip(prefilled(mode, BFLOAT16, jnp.bfloat16), plain, strict=True):
+        same = [
+            np.mean((a == b).all(axis=-1))
+            for a, b in zip(found.selected, expected.selected, strict=True)
+            if a is not None and b is not None
+        ]
+        assert len(same) == LAYERS
+        assert same[0] > 0.999
+        assert same[1] > 0.95
+        assert np.abs(found.logits - expected.logits).mean() < 0.02
+
+
+def test_the_control_keeps_its_plain_scores() -> None:
+    assert not by_bits(Mode.RANDOM, FLOAT32)
+    assert by_bits(Mode.SPARDA, FLOAT32)
+    assert not by_bits(Mode.SPARDA, Backends())
+    with jax.sharding.use_abstract_mesh(H200):
+        assert by_bits(Mode.SPARDA, Backends())
+        assert not by_bits(Mode.RANDOM, Backends())
