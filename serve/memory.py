@@ -39,14 +39,15 @@ def settle_chunks(runner: Runner, settings: Settings) -> None:
             )
         runner.prefill_chunks = (*(size for size in runner.prefill_chunks if size < most), most)
     if settings.deterministic:
-        longest = runner.max_model_len
-        size = runner.chunk_for(1, longest, runner.capacity_for(longest))
-        if MIN_CAPACITY % size:
-            # A last chunk that is not full would be computed in a smaller cache than a full one.
+        # Else a last chunk that is not full could be computed in a smaller cache than a full one.
+        if most is not None and MIN_CAPACITY % most:
             raise SettingsError(
                 f"--prefill-tokens {most} is not allowed with --deterministic: it must divide {MIN_CAPACITY}"
             )
-        runner.prefill_chunks = (size,)
+        capacity = runner.capacity_for(runner.max_model_len)
+        sizes = [size for size in runner.prefill_chunks if MIN_CAPACITY % size == 0]
+        # As large as memory allows in the longest cache.
+        runner.prefill_chunks = (runner.chunk_for(1, sizes[-1], capacity),)
 
 
 def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from sparda_jax.library import SparDA
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.executor import Executor
+from sparda_jax.serve.memory import make_executor, plan_server, settle_chunks
 from sparda_jax.serve.requests import TokenStream
+from sparda_jax.serve.settings import Settings
 
 # At most so many seconds before each copy, and as many behind it.
 DELAYS = {"store": 0.002, "write_tail": 0.004, "write_back": 0.002, "load": 0.004}
@@ -39,6 +42,35 @@ class Alone:
                     tokens.append(token)
             self._known[key] = tokens
         return self._known[key]
+
+
+def executor_of(model: SparDA, **options: Any) -> Executor:
+    """The device's part of a server with these options."""
+    settings = Settings(**options)
+    settle_chunks(model.runner, settings)
+    plan, limits = plan_server(model.runner, settings)
+    return make_executor(model.runner, plan, limits, settings, b"tiny")
+
+
+def prefilled(executor: Executor, prompt: list[int]) -> tuple[list[np.ndarray], int]:
+    """Keys, values and compressed keys of a prompt's tokens, and how many of them were in the cache."""
+    sequence = executor.start(prompt, SamplingParams(max_tokens=1))
+    while executor.prefill(sequence) is None:
+        pass
+    assert sequence.prefill is not None
+    cache = sequence.prefill._lanes._cache
+    assert cache is not None
+    windows = (len(prompt) - 32) // 16 + 1
+    found = []
+    for layer in cache.layers:
+        found += [np.asarray(x)[:, :, : len(prompt)].copy() for x in (layer.k, layer.v)]
+        found.append(np.asarray(layer.compressed_k)[:, :, :windows].copy())
+    executor.release(sequence)
+    return found, sequence.hit
+
+
+def same_bits(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
+    return all(one.tobytes() == other.tobytes() for one, other in zip(some, others, strict=True))
 
 
 def with_engine(executor: Executor, test: Callable[[Engine], Awaitable[None]], **options: Any) -> None:

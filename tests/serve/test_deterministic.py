@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sparda_jax import generate
@@ -16,8 +15,7 @@ from sparda_jax.serve.executor import Executor
 from sparda_jax.serve.memory import settle_chunks
 from sparda_jax.serve.settings import Settings, SettingsError
 from tests.serve.harness import pool_of
-from tests.serve.in_process import collect, ids, with_engine
-from tests.serve.test_real_model import executor_of
+from tests.serve.in_process import collect, executor_of, ids, prefilled, same_bits, with_engine
 
 # Caches of 256 and 448 tokens, chunks of 128.
 MAX_MODEL_LEN, MIN_CAPACITY = 448, 256
@@ -32,34 +30,12 @@ def small_caches() -> Iterator[None]:
 
 def make(folder: Path, dtype: str, *, deterministic: bool) -> Executor:
     model = SparDA.from_pretrained(folder, mode="sparse", max_model_len=MAX_MODEL_LEN, dtype=dtype)
-    settle_chunks(model.runner, Settings(deterministic=deterministic))
     return executor_of(model, max_active=2, slots=5, host_pool_gib=pool_of(40), deterministic=deterministic)
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def executor(request: pytest.FixtureRequest, scored_checkpoint: Path) -> Executor:
     return make(scored_checkpoint, request.param, deterministic=True)
-
-
-def prefilled(executor: Executor, prompt: list[int]) -> tuple[list[np.ndarray], int]:
-    """Keys, values and compressed keys of a prompt's tokens, and how many of them were in the cache."""
-    sequence = executor.start(prompt, SamplingParams(max_tokens=1))
-    while executor.prefill(sequence) is None:
-        pass
-    assert sequence.prefill is not None
-    cache = sequence.prefill._lanes._cache
-    assert cache is not None
-    windows = (len(prompt) - 32) // 16 + 1
-    found = []
-    for layer in cache.layers:
-        found += [np.asarray(x)[:, :, : len(prompt)].copy() for x in (layer.k, layer.v)]
-        found.append(np.asarray(layer.compressed_k)[:, :, :windows].copy())
-    executor.release(sequence)
-    return found, sequence.hit
-
-
-def same_bits(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
-    return all(one.tobytes() == other.tobytes() for one, other in zip(some, others, strict=True))
 
 
 def prompts_of(rng: random.Random) -> list[list[int]]:
@@ -132,17 +108,22 @@ def test_what_it_can_not_be_combined_with() -> None:
         Settings(deterministic=True, sample_every=100)
 
 
-@pytest.mark.parametrize(("asked", "chunk"), [(None, 256), (128, 128), (1024, 256), (192, None), (2048, 256)])
+@pytest.mark.parametrize(
+    ("asked", "most", "chunk"),
+    [(None, 1 << 20, 1024), (None, 300, 256), (128, 1 << 20, 128), (512, 300, 256), (192, 0, None), (2048, 0, None)],
+)
 def test_chunks_are_of_one_size(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch, asked: int | None, chunk: int | None
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, asked: int | None, most: int, chunk: int | None
 ) -> None:
-    """The largest that is as large in the longest cache, where scores take most."""
+    """The largest that the smallest cache is a multiple of, and that fits into memory in the longest cache."""
     runner = executor.runner
-    monkeypatch.setattr(runner, "prefill_chunks", (256, 1024))
-    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 4 * runner.config.num_heads * 448 * 300)
+    monkeypatch.setattr(runner, "prefill_chunks", (256, 1024, 4096))
+    monkeypatch.setattr(
+        runner, "chunk_for", lambda batch, rest, _: max(n for n in (128, 256, 1024) if n <= min(rest, most))
+    )
     settings = Settings(deterministic=True, prefill_tokens=asked)
     if chunk is None:
-        with pytest.raises(SettingsError, match="--prefill-tokens 192 is not allowed with --deterministic"):
+        with pytest.raises(SettingsError, match=f"--prefill-tokens {asked} is not allowed with --deterministic"):
             settle_chunks(runner, settings)
     else:
         settle_chunks(runner, settings)

@@ -27,6 +27,7 @@ from tests.serve.in_process import (
     Alone,
     check,
     collect,
+    executor_of,
     ids,
     poison,
     poison_blocks,
@@ -35,7 +36,6 @@ from tests.serve.in_process import (
     until,
     with_engine,
 )
-from tests.serve.test_real_model import executor_of
 
 NUM_BLOCKS = 20
 LONG = 620

@@ -18,12 +18,12 @@ from sparda_jax.library import SparDA
 from sparda_jax.serve import warm_up as warm_ups
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
-from sparda_jax.serve.executor import Executor
-from sparda_jax.serve.memory import make_executor, plan_server, settle_chunks
+from sparda_jax.serve.memory import plan_server, settle_chunks
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.settings import Settings
 from sparda_jax.serve.warm_up import buckets, programs
 from tests.serve.fakes import wait_until
+from tests.serve.in_process import executor_of
 
 LONG = "the quick brown fox is yellow. " * 40
 
@@ -40,13 +40,6 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def executor_of(model: SparDA, **options: Any) -> Executor:
-    """The device's part of a server with these options."""
-    settings = Settings(**options)
-    plan, limits = plan_server(model.runner, settings)
-    return make_executor(model.runner, plan, limits, settings, b"tiny")
 
 
 @pytest.fixture(scope="module")
