@@ -95,7 +95,9 @@ def test_it_runs_without_the_libraries_of_the_http_server() -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_the_bundled_model(tmp_path: Path) -> None:
-    options = "--batch 2 --context 4096 --slots 40 --answer 128 --hit 2048 --short 256 --long 2400 --steps 16"
+    options = (
+        "--batch 2 --context 4096 --slots 40 --answer 128 --hit 2048 --short 256 --long 2400 --computed 1200 --steps 16"
+    )
     file = tmp_path / "rows.json"
     command = [sys.executable, "-m", "sparda_jax.bench", "engine", "--model", str(BUNDLED_MODEL), *options.split()]
     subprocess.run([*command, "--json", str(file)], check=True)

@@ -47,7 +47,7 @@ def engine(
     hit: Annotated[int, typer.Option(help="Tokens in the cache before a first token.")] = 100_032,
     short: Annotated[int, typer.Option(help="Tokens of a short prompt.")] = 2048,
     long: Annotated[str, typer.Option(help="Tokens of the prompts beside it, comma-separated.")] = "32768",
-    computed: Annotated[int, typer.Option(help="How many of those are not in the cache, at most.")] = 16384,
+    computed: Annotated[int, typer.Option(help="How many of those are not in the cache, at most.")] = 24576,
     steps: Annotated[int, typer.Option(help="Decode steps to time.")] = 128,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the geometry has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,

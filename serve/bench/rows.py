@@ -86,7 +86,7 @@ def _long(subject: Subject, length: int, number: int) -> list[int]:
 
 def _computed(subject: Subject, length: int) -> int:
     size = subject.load.block_size
-    known = length - min(subject.load.computed, length // 2)
+    known = max(length - subject.load.computed, 0)
     return length - min(known // size * size, len(subject.prefix))
 
 

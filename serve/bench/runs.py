@@ -121,18 +121,15 @@ async def first_tokens(engine: Engine, prompts: Callable[[int], list[int]]) -> l
 async def beside_a_long_prompt(
     engine: Engine, long: Callable[[], list[int]], short: Callable[[], list[int]]
 ) -> list[float]:
-    """The same while a long prompt is being prefilled, all the time: a sample that outlasted it is taken again."""
+    """The same while a long prompt is being prefilled; a sample that outlasted it is taken again."""
     found: list[float] = []
-    for _ in range(4 * SAMPLES):
+    for attempt in range(4 * SAMPLES):
         stream = await engine.submit(long(), SamplingParams(max_tokens=1))
         while engine.stats().prefilling == 0:
             await asyncio.sleep(0.001)
-        while len(found) < SAMPLES:
-            # At any moment of a chunk.
-            await asyncio.sleep(SETTLE_SECONDS * (1 + len(found) / SAMPLES))
-            seconds = await first_token(engine, short())
-            if engine.stats().prefilling == 0:
-                break
+        await asyncio.sleep(SETTLE_SECONDS * (attempt % SAMPLES) / SAMPLES)  # at any moment of a chunk
+        seconds = await first_token(engine, short())
+        if engine.stats().prefilling:
             found.append(seconds)
         stream.cancel()
         await _idle(engine)
