@@ -19,8 +19,9 @@ from sparda_jax.cache.pinning import GIB, pinned_bytes, pinned_limit_for
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import DecodePlan, Fetch
-from sparda_jax.generate import MAX_SCORE_BYTES, PREFILL_CHUNKS
+from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS
 from sparda_jax.model import abstract_decoder
+from sparda_jax.pallas_kernels.block_selection.prefill import SCORE_BYTES
 from sparda_jax.selection import Mode
 from sparda_jax.telemetry import no_counts
 
@@ -262,16 +263,23 @@ def _bytes(tree: Any) -> int:
 def prefill_workspace(demand: Demand) -> int:
     """Temporary arrays of a prefill chunk, as an upper estimate in bytes.
 
-    A chunk of c tokens over a cache of n: for each of ``num_heads c n`` scores a float32 and a probability, for each of
-    ``num_kv_heads c n`` two masks; or the MLP's inner arrays, where that is more; and four residual streams. A chunk
-    is the smallest one at the whole length, or any that stays below the bound on scores.
+    Four residual streams, and the MLP's inner arrays or what attention takes, where that is more. The kernels of a GPU
+    keep masks, and while they select, scores of a part of the chunk and of InfLLM-V2 a denominator for each head.
+    Plain chunks (float32, and the control `random`) of c tokens over a cache of n have a float32 and a probability for
+    each of ``num_heads c n`` scores and two masks for each of ``num_kv_heads c n``; such a chunk is the smallest one at
+    the whole length, or any that stays below the bound on scores.
     """
     config, item, chunks = demand.config, demand.dtype.itemsize, demand.prefill_chunks
-    bound = MAX_SCORE_BYTES // (4 * config.num_heads)
+    streams = chunks[-1] * 4 * config.hidden_size * item
+    inner = chunks[-1] * 3 * config.intermediate_size * item
+    if item == 2 and demand.mode is not Mode.RANDOM:
+        rows = chunks[-1] * config.num_kv_heads
+        selecting = min(SCORE_BYTES, 2 * 4 * rows * demand.max_blocks) + 4 * chunks[-1] * config.num_heads
+        return streams + max(inner, selecting) + rows * demand.max_blocks // 8
+    bound = MAX_CHUNK_BYTES // (4 * config.num_heads)
     pairs = max(chunks[0] * demand.capacity, min(chunks[-1] * demand.capacity, bound))
     scores = pairs * (config.num_heads * (4 + item) + 2 * config.num_kv_heads)
-    inner = chunks[-1] * 3 * config.intermediate_size * item
-    return max(scores, inner) + chunks[-1] * 4 * config.hidden_size * item
+    return max(scores, inner) + streams
 
 
 def decode_workspace(demand: Demand) -> int:

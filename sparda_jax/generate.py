@@ -11,18 +11,27 @@ from flax import nnx
 
 from sparda_jax.cache import KVCache
 from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.decode_plan import Backends
 from sparda_jax.forward import Skew, forward
 from sparda_jax.infinigen import calibrate
 from sparda_jax.model import Decoder
+from sparda_jax.prefill import by_bits
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
 from sparda_jax.selection import Mode
 
 MIN_CAPACITY = 1024
 # Sizes of a prefill chunk by platform: a GPU wants long ones, a CPU scores that stay in its cache. Each size is a
 # program of its own for each cache bucket, so there are few.
-PREFILL_CHUNKS = {"cpu": (128,), "gpu": (256, 1024)}
-# The plain attention of a prefill chunk holds its scores in memory; larger caches get smaller chunks.
-MAX_SCORE_BYTES = 2 << 30
+PREFILL_CHUNKS = {"cpu": (128,), "gpu": (256, 1024, 4096)}
+# Temporary arrays of a chunk are kept below this. Plain attention holds all scores: larger caches get smaller chunks.
+MAX_CHUNK_BYTES = 2 << 30
+
+
+def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -> int:
+    """Temporary bytes of a token in a prefill chunk over a cache, as far as they decide how long it may be."""
+    if by_bits(mode, Backends()):
+        return 3 * config.intermediate_size * itemsize
+    return 4 * config.num_heads * capacity
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
@@ -204,9 +213,9 @@ class Runner:
 
     def chunk_for(self, batch: int, remaining: int, capacity: int) -> int:
         """Tokens of the next prefill chunk: the smallest bucket that holds the rest, as far as memory allows."""
-        row_bytes = 4 * batch * self.config.num_heads * capacity
+        row_bytes = batch * token_bytes(self.config, self.mode, self.dtype.itemsize, capacity)
         chunks = self.prefill_chunks
-        fitting = [c for c in chunks if c * row_bytes <= MAX_SCORE_BYTES] or [chunks[0]]
+        fitting = [c for c in chunks if c * row_bytes <= MAX_CHUNK_BYTES] or [chunks[0]]
         return next((c for c in fitting if c >= remaining), fitting[-1])
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

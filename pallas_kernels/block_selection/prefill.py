@@ -15,7 +15,7 @@ from sparda_jax.pallas_kernels.operands import FLOATS, INT32, check_operands
 
 # Scores of so many bytes at a time lie between the kernels. An H200's L2 holds a good part of them, and more launches
 # would cost more than it saves.
-_SCORE_BYTES = 64 << 20
+SCORE_BYTES = 64 << 20
 # Rows of the largest tile of the kernels that score.
 _ROWS = 128
 
@@ -98,7 +98,7 @@ def _select_triton(queries: Array, compressed_k: Array, *tokens: Array, scorer: 
     if scorer is Scorer.INFLLM:
         logs, parts = _logs(queries, compressed_k, *tokens, num_selected=limits["num_selected"]), 2
     row_bytes = 4 * batch * kv_heads * parts * -(-compressed_k.shape[2] // 4)
-    rows = min(q_len, _ROWS * max(1, _SCORE_BYTES // (_ROWS * row_bytes)))
+    rows = min(q_len, _ROWS * max(1, SCORE_BYTES // (_ROWS * row_bytes)))
     pieces = [
         _select_rows(queries, compressed_k, *tokens, jnp.full(1, first, jnp.int32), logs, rows=rows, **limits)
         for first in range(0, q_len, rows)

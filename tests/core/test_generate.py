@@ -247,9 +247,9 @@ def test_chunks_fit_the_rest_and_the_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "prefill_chunks", (64, 256, 1024))
     assert [run.chunk_for(1, n, 1024) for n in (1, 64, 65, 256, 257, 5000)] == [64, 64, 256, 256, 1024, 1024]
     # 4 bytes x batch 2 x 8 heads x capacity 1024 are 64 KiB a row.
-    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 256 * 2**16)
+    monkeypatch.setattr(generate, "MAX_CHUNK_BYTES", 256 * 2**16)
     assert [run.chunk_for(2, n, 1024) for n in (1, 65, 5000)] == [64, 256, 256]
-    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 1)
+    monkeypatch.setattr(generate, "MAX_CHUNK_BYTES", 1)
     assert run.chunk_for(2, 5000, 1024) == 64
 
 

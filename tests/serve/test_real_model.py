@@ -26,6 +26,7 @@ from tests.serve.fakes import wait_until
 from tests.serve.in_process import executor_of
 
 LONG = "the quick brown fox is yellow. " * 40
+GPU_CHUNKS = generate.PREFILL_CHUNKS["gpu"]
 
 
 @pytest.fixture
@@ -102,12 +103,12 @@ def test_buckets_and_programs(model: SparDA, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("asked", "chunks"), [(None, (256, 1024)), (128, (128,)), (512, (256, 512)), (1024, (256, 1024)), (64, (64,))]
+    ("asked", "chunks"), [(None, GPU_CHUNKS), (128, (128,)), (512, (256, 512)), (1024, (256, 1024)), (64, (64,))]
 )
 def test_the_prefill_budget_is_the_largest_chunk(
     model: SparDA, monkeypatch: pytest.MonkeyPatch, asked: int | None, chunks: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(model.runner, "prefill_chunks", (256, 1024))
+    monkeypatch.setattr(model.runner, "prefill_chunks", GPU_CHUNKS)
     settings = Settings(prefill_tokens=asked)
     settle_chunks(model.runner, settings)
     assert model.runner.prefill_chunks == chunks
