@@ -130,6 +130,10 @@ def _environment(plan: MemoryPlan, limits: Limits) -> str:
     return f"JAX may pin {gib(limits.pinned)}, which is enough: {PINNED_LIMIT_VARIABLE} can stay as it is."
 
 
+# Far beyond any machine, and what the tables are made of is still counted in no time.
+_MOST_GIB, _MOST_TOKENS, _MOST_BATCH = 1 << 40, 1 << 30, 1 << 20
+
+
 def _bytes(amount: float | None) -> int | None:
     return None if amount is None else int(amount * GIB)
 
@@ -139,9 +143,10 @@ def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face or converted folder; config.json suffices.")] = None,
     shape: Annotated[str | None, typer.Option(help=f"In place of --model: {', '.join(SHAPES)}.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence in tokens; the model's own limit if left out.")
+        int | None,
+        typer.Option(max=_MOST_TOKENS, help="Longest sequence in tokens; the model's own limit if left out."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
+    batch: Annotated[int, typer.Option(max=_MOST_BATCH, help="Sequences that decode together.")] = 1,
     mode: Annotated[PlannedMode, typer.Option(help="How the blocks that a token reads are chosen.")] = "sparda",
     forecast: Annotated[Path | None, typer.Option(help="Forecast file, in place of the checkpoint's own.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, keys and values.")] = "bfloat16",
@@ -150,12 +155,15 @@ def plan(
         typer.Option(help="Blocks in device memory per lane, layer and KV head; as many as fit if left out."),
     ] = None,
     host_pool_gib: Annotated[
-        float | None, typer.Option(min=0, help="Size of the pinned pool; all lanes at full length if left out.")
+        float | None,
+        typer.Option(min=0, max=_MOST_GIB, help="Size of the pinned pool; all lanes at full length if left out."),
     ] = None,
     device_gib: Annotated[
-        float | None, typer.Option(min=0, help="Device memory for JAX; this machine's if left out.")
+        float | None, typer.Option(min=0, max=_MOST_GIB, help="Device memory for JAX; this machine's if left out.")
     ] = None,
-    host_gib: Annotated[float | None, typer.Option(min=0, help="Host memory; this machine's if left out.")] = None,
+    host_gib: Annotated[
+        float | None, typer.Option(min=0, max=_MOST_GIB, help="Host memory; this machine's if left out.")
+    ] = None,
 ) -> None:
     """Say what decoding with host-offloaded keys and values takes of device and host memory; allocate nothing."""
     if device_gib is not None:

@@ -186,3 +186,18 @@ def test_figures_in_readme() -> None:
         assert shown[f"sequences of {length} tokens, 160 slots a lane"] == most
         found = next(amount for name, amount in shown.items() if name.startswith(f"slots a lane at batch {batch}"))
         assert found == (str(length // 64) if slots == "all" else slots)
+
+
+@pytest.mark.parametrize("option", ["--device-gib", "--host-gib", "--host-pool-gib", "--batch", "--max-model-len"])
+def test_absurd_numbers_are_refused_by_name(option: str) -> None:
+    whole = option in ("--batch", "--max-model-len")
+    for value in (10**25,) if whole else ("inf", "nan", "1e308"):
+        output = run("--shape", "minicpm4.1-8b", "--device-gib", 80, option, value, code=2)
+        assert option in output.splitlines()[-1]
+
+
+def test_numbers_beyond_any_machine_are_still_added_up() -> None:
+    small = ("--model", BUNDLED_MODEL, "--device-gib", 80, "--host-gib", 128)
+    assert "error: device memory" in run(*small, "--batch", 1 << 20, code=1)
+    assert "error: host memory" in run(*small, "--max-model-len", 1 << 30, code=1)
+    assert "slots of the other 5 layers: 256 blocks" in run(*small, "--device-gib", 1 << 40, "--host-gib", 1 << 40)
