@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from sparda_jax.cache.blocks import BlockAllocator
@@ -53,10 +54,25 @@ def check_lanes(
 
 
 def check_sequence(
-    cache: KVCache, shared: Sequence[int], config: ModelConfig, shape: CacheShape, plan: DecodePlan
+    cache: KVCache, shared: Sequence[int], config: ModelConfig, shape: CacheShape, plan: DecodePlan, dtype: jnp.dtype
 ) -> int:
-    """The length of a sequence that comes to decode, in tokens; raises what `DecodeLanes.enter` names."""
+    """The length of a sequence that comes to decode, in tokens; raises what `DecodeLanes.enter` names.
+
+    Args:
+        cache: the sequence.
+        shared: the blocks that hold its first tokens already.
+        config, shape, plan: of the lanes.
+        dtype: of their keys and values.
+    """
     block_size = config.sparse.block_size
+    keys = cache.layers[0].k
+    rows = -(-cache.capacity // block_size) * block_size
+    wanted = (config.num_layers, (1, config.num_kv_heads, rows, config.head_dim), dtype)
+    if (given := (len(cache.layers), keys.shape, keys.dtype)) != wanted:
+        raise ValueError(
+            f"a cache of {given[0]} layers of {given[2]}{list(given[1])} was given: these lanes take one of "
+            f"{wanted[0]} layers of {wanted[2]}{list(wanted[1])}, that is one sequence of their own model"
+        )
     # Not `cache.lengths[0]`: that is a program, and would wait for all that has been launched.
     length = int(np.asarray(cache.lengths)[0])
     if not 0 < length < shape.max_blocks * block_size:

@@ -108,7 +108,7 @@ class DecodeLanes:
 
     def length(self, lane: int) -> int:
         """Tokens stored in a lane; 0 for an empty one."""
-        entry = self._lanes[lane]
+        entry = self._entry(lane)
         return entry.length if entry else 0
 
     def written_blocks(self, lane: int) -> list[int]:
@@ -116,7 +116,7 @@ class DecodeLanes:
 
         Whatever is launched from now on finds them there, so the host need not wait.
         """
-        entry = self._lanes[lane]
+        entry = self._entry(lane)
         return entry.blocks[: entry.length // self.config.sparse.block_size] if entry else []
 
     def enter(
@@ -133,30 +133,33 @@ class DecodeLanes:
                 of them passes to the lane, which gives them back with its own.
 
         Raises:
-            ValueError: the lane is in use, the sequence is empty or longer than a lane can be, or it has fewer whole
-                blocks than are shared.
+            ValueError: there is no such lane, or it is in use; the cache is not of one sequence of these lanes' model;
+                the sequence is empty or longer than a lane can be, or it has fewer whole blocks than are shared; one of
+                these is not in use; or the vocabulary has no such token.
             ConfigError: InfiniGen's lanes were given a cache without channel weights, or shared blocks.
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
         self._check_empty(lane)
+        token, row = self._input(first_token, params)
         entry, ids = self._store(cache, shared)
         self._state = self._admit(self._state, cache, jnp.int32(lane), ids, jnp.int32(len(shared)), skew=self._skew)
-        self._put_input(lane, *self._input(first_token, params))
+        self._put_input(lane, token, row)
         self._lanes[lane] = entry
 
     def adopt(self, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()) -> Parked:
         """Takes a prefilled sequence that has no lane yet; arguments and errors are those of `enter`."""
+        token, row = self._input(first_token, params)
         entry, ids = self._store(cache, shared)
         self._state, basis = self._write_pages(self._state, cache, ids, jnp.int32(len(shared)), skew=self._skew)
-        return self._wait(entry, *self._input(first_token, params), basis)
+        return self._wait(entry, token, row, basis)
 
     def park(self, lane: int) -> Parked:
         """Empties a lane whose sequence is to go on later; its blocks stay in use.
 
         Raises:
-            ValueError: the lane is empty.
+            ValueError: there is no such lane, or it is empty.
         """
-        entry = self._lanes[lane]
+        entry = self._entry(lane)
         if entry is None:
             raise ValueError(f"lane {lane} is empty: there is nothing to park")
         self._clock.interrupted()
@@ -171,7 +174,7 @@ class DecodeLanes:
         """Gives an empty lane a parked sequence, which goes on as if it had never waited.
 
         Raises:
-            ValueError: the lane is in use, or the sequence does not wait here.
+            ValueError: there is no such lane, it is in use, or the sequence does not wait here.
         """
         self._check_empty(lane)
         self._check_waits(parked)
@@ -202,7 +205,7 @@ class DecodeLanes:
 
     def leave(self, lane: int) -> None:
         """Empties a lane; its blocks are free at once. An empty lane stays empty."""
-        entry = self._lanes[lane]
+        entry = self._entry(lane)
         if entry is None:
             return
         self._vacate(lane)
@@ -216,7 +219,8 @@ class DecodeLanes:
             capacity: of the cache, in tokens; each capacity is a program of its own.
 
         Raises:
-            ValueError: there is no block, or ``capacity`` is no multiple of ``block_size`` or can't hold them.
+            ValueError: there is no block, one is not in use, or ``capacity`` is no multiple of ``block_size`` or can't
+                hold them.
             ConfigError: the lanes are InfiniGen's.
         """
         check_sharing(blocks, self.plan)
@@ -226,6 +230,7 @@ class DecodeLanes:
                 f"capacity={capacity} was given for {len(blocks)} blocks: give at least one block, and a multiple of "
                 f"block_size={block_size} that holds them"
             )
+        self.blocks.check_used(blocks)
         self._clock.interrupted()
         return self._pool.load(self._state, blocks, capacity)
 
@@ -293,8 +298,16 @@ class DecodeLanes:
             clock=dataclasses.replace(self._clock),
         )
 
+    def _entry(self, lane: int) -> _Lane | None:
+        # A negative number would name a lane on the host and none on the device.
+        if not 0 <= lane < self.shape.lanes:
+            raise ValueError(
+                f"lane={lane} is not one of these {self.shape.lanes} lanes: use 0 to {self.shape.lanes - 1}"
+            )
+        return self._lanes[lane]
+
     def _check_empty(self, lane: int) -> None:
-        if self._lanes[lane] is not None:
+        if self._entry(lane) is not None:
             raise ValueError(f"lane {lane} is in use: leave it first")
 
     def _check_waits(self, parked: Parked) -> None:
@@ -306,7 +319,8 @@ class DecodeLanes:
 
         Returns the sequence, and the block of each block of the cache's capacity; errors as of `enter`.
         """
-        length = check_sequence(cache, shared, self.config, self.shape, self.plan)
+        length = check_sequence(cache, shared, self.config, self.shape, self.plan, self._state.layers[0].slots.dtype)
+        self.blocks.check_used(shared)
         block_size = self.config.sparse.block_size
         num_blocks = -(-length // block_size)
         blocks = [*shared, *self.blocks.take(num_blocks - len(shared))]
@@ -318,6 +332,8 @@ class DecodeLanes:
         return _Lane(length=length, blocks=blocks), block_ids
 
     def _input(self, token: int, params: SamplingParams) -> tuple[Int[Array, ""], SamplingState]:
+        if not 0 <= token < self.config.vocab_size:
+            raise ValueError(f"first_token={token} is outside vocab_size={self.config.vocab_size}")
         # On the lanes' device like what comes out of a lane, so that both go through the same programs.
         return jax.device_put((jnp.int32(token), SamplingState.of([params])), self._device)
 

@@ -46,7 +46,7 @@ class BlockAllocator:
         Raises:
             ValueError: a block is free; no count is changed.
         """
-        self._check_used(blocks)
+        self.check_used(blocks)
         for block in blocks:
             self._users[block] += 1
 
@@ -56,21 +56,26 @@ class BlockAllocator:
         Raises:
             ValueError: a block is free already; no count is changed.
         """
-        self._check_used(blocks)
+        self.check_used(blocks)
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
                 self._last_user_left(block)
+
+    def check_used(self, blocks: Sequence[int]) -> None:
+        """Checks that every one of these blocks has a user, and is named once.
+
+        Raises:
+            ValueError: one has none, is not of this pool, or is named twice.
+        """
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or not self._users[block]:
+                raise ValueError(f"block {block} is not in use (the pool has {self.num_blocks} blocks)")
+        if len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks {list(blocks)} name one twice")
 
     def _next_free(self) -> int:
         return self._free.pop()
 
     def _last_user_left(self, block: int) -> None:
         self._free.append(block)
-
-    def _check_used(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if not 0 <= block < self.num_blocks or not self._users[block]:
-                raise ValueError(f"block {block} is not in use (the pool has {self.num_blocks} blocks)")
-        if len(set(blocks)) != len(blocks):
-            raise ValueError(f"blocks {list(blocks)} name one twice")

@@ -102,7 +102,7 @@ class PrefixBlocks(BlockAllocator):
         Raises:
             ValueError: the block is not in use, or was published under another key; nothing is changed.
         """
-        self._check_used([block])
+        self.check_used([block])
         if self._key_of.get(block, key) != key:
             raise ValueError(f"block {block} is published under another key: its content must not change while in use")
         self._key_of[block] = key

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sparda_jax.config import ModelConfig
+from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.pallas_kernels.residency import Residency, empty_residency
 from sparda_jax.telemetry import Counts, no_counts
 
@@ -69,12 +69,20 @@ class CacheShape:
         max_blocks: blocks of the longest sequence.
         num_blocks: blocks of the host pool; each has a record per layer and KV head there, and a page per layer in HBM.
         slots_per_lane: HBM slots of a lane per layer and KV head; layer 0 keeps everything and has ``max_blocks``.
+
+    Raises:
+        ConfigError: there is no lane or no block.
     """
 
     lanes: int
     max_blocks: int
     num_blocks: int
     slots_per_lane: int
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "max_blocks", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not allowed: it must be at least 1")
 
     def slots_of(self, layer: int) -> int:
         """Slots per lane and KV head. Layer 0 has no layer before it that could fetch for it, so it stays resident."""

@@ -1,10 +1,14 @@
 """Lanes change hands, fill and run out of blocks; what they finish reaches the pool and the pages."""
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError
 from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.generate import Runner
@@ -15,6 +19,7 @@ from tests.core.support import tokens
 from tests.decode.support import (
     CAPACITY,
     CONFIG,
+    GREEDY,
     LENGTHS,
     MAX_BLOCKS,
     STEPS,
@@ -124,6 +129,53 @@ def test_impossible_choices_are_refused() -> None:
         ConfigError, match=r"looks a layer ahead \(sparda, sparda-decode-only, infinigen\), and mode=sparse"
     ):
         DecodePlan(mode=Mode.SPARSE, fetch=Fetch.AHEAD)
+
+
+@pytest.mark.parametrize("lane", [-1, 2])
+def test_a_lane_that_is_not_there_is_refused(lane: int) -> None:
+    """A negative number too, which would be a lane on the host and none on the device."""
+    lanes = make_lanes(Mode.SPARSE, Fetch.IN_TURN, lanes=2)
+    enter(lanes, Mode.SPARSE, 1, 2)
+    parked = lanes.park(1)
+    enter(lanes, Mode.SPARSE, 1, 2)
+    for use in (lanes.length, lanes.written_blocks, lanes.park, lanes.leave, lambda lane: lanes.resume(lane, parked)):
+        with pytest.raises(ValueError, match=f"lane={lane} is not one of these 2 lanes: use 0 to 1"):
+            use(lane)
+    with pytest.raises(ValueError, match=f"lane={lane} is not one"):
+        enter(lanes, Mode.SPARSE, lane, 2)
+    assert lanes.length(1) == LENGTHS[2]
+
+
+def test_what_these_lanes_cannot_take_is_refused_and_costs_no_blocks() -> None:
+    mode = Mode.SPARSE
+    lanes = make_lanes(mode, Fetch.IN_TURN, lanes=2)
+    cache, token = prefilled(mode, 2)
+    free = lanes.free_blocks
+    halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, cache)
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), cache)
+    shorter = dataclasses.replace(cache, layers=cache.layers[:2])
+    for other, given in ((halved, "3 layers of bfloat16[1,"), (two, "float32[2,"), (shorter, "2 layers of float32[1,")):
+        with pytest.raises(ValueError, match=re.escape(given) + r".*one of 3 layers of float32\[1, 2, 1024, 16\]"):
+            lanes.enter(0, other, token, GREEDY)
+    for outside in (-1, CONFIG.vocab_size):
+        with pytest.raises(ValueError, match=f"first_token={outside} is outside vocab_size={CONFIG.vocab_size}"):
+            lanes.adopt(cache, outside, GREEDY)
+    long = prefilled(mode, 1)
+    for shared, said in (([3], "block 3 is not in use"), ([-1], "block -1 is not"), ([99], "block 99 is not")):
+        with pytest.raises(ValueError, match=said):
+            lanes.enter(0, *long, GREEDY, shared=shared)
+        with pytest.raises(ValueError, match=said):
+            lanes.prefix(shared, CAPACITY)
+    assert (lanes.free_blocks, lanes.length(0)) == (free, 0)
+    lanes.enter(0, cache, token, GREEDY)
+    np.testing.assert_array_equal(run(lanes, 3)[0], decoded(mode, 2)[0][:3])
+
+
+@pytest.mark.parametrize("name", ["lanes", "max_blocks", "num_blocks"])
+def test_a_cache_has_lanes_and_blocks(name: str) -> None:
+    sizes = {"lanes": 2, "max_blocks": 4, "num_blocks": 8, "slots_per_lane": 4} | {name: 0}
+    with pytest.raises(ConfigError, match=f"{name}=0 is not allowed: it must be at least 1"):
+        CacheShape(**sizes)
 
 
 def test_infinigen_needs_a_basis_and_channel_weights() -> None:
