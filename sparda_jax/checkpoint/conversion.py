@@ -54,6 +54,11 @@ def convert_checkpoint(
         ConfigError: the model is not one that is implemented.
     """
     _check_apart(target, source, *([] if forecast is None else [forecast]))
+    if (source / MANIFEST_FILE).is_file():
+        raise CheckpointError(
+            f"{source} is converted already: serve it as it is (--forecast there gives it another Forecast), or give "
+            "the folder that it was made from"
+        )
     opened = open_hf(source, forecast)
     parameters = opened.accounted.parameters
     total = sum(_num_bytes(opened, parameter) for parameter in parameters)

@@ -268,6 +268,13 @@ def test_existing_folders_are_replaced_only_on_request_and_only_converted_ones(s
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "home"}
 
 
+def test_a_converted_folder_is_no_source(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"out is converted already: serve it as it is .*--forecast"):
+        convert_checkpoint(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_source_inside_of_what_is_replaced_stays(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "out")
     inner = shutil.copytree(source, tmp_path / "out" / "inner")
