@@ -12,7 +12,7 @@ from sparda_jax.decode_plan import Backends
 from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
 from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
-from sparda_jax.prefill import Chunk, by_bits, count_bits
+from sparda_jax.prefill import Choose, Chunk, by_bits, count_bits
 from sparda_jax.selection import Mode, QueryContext, block_scores, channel_importance, group_heads, scored_with
 
 Skew = tuple[Float[Array, "kv_heads head_dim head_dim"], ...]
@@ -74,6 +74,7 @@ def forward(
     max_len: int | None = None,
     skew: Skew | None = None,
     backends: Backends = _FASTEST,
+    choose: Choose | None = None,
 ) -> tuple[Float[Array, "batch q_len hidden"], KVCache, Trace]:
     """Appends ``num_new`` tokens of each sequence to the cache and computes their residual stream.
 
@@ -90,6 +91,7 @@ def forward(
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer.
         backends: of the kernels that compute chunks of several tokens on a GPU; elsewhere they are plain jnp, and hold
             a score for each pair of a new token and a cached one.
+        choose: see `prefill.Choose`; of such chunks only.
 
     Returns:
         The stream before the final norm (``model.logits`` takes it), the new cache and the trace.
@@ -99,7 +101,14 @@ def forward(
     sparse = jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse
     chunk = None
     if tokens.shape[1] > 1 and by_bits(mode, backends):
-        chunk = Chunk(start=cache.lengths, num_new=num_new, sparse=sparse, config=config.sparse, backends=backends)
+        chunk = Chunk(
+            start=cache.lengths,
+            num_new=num_new,
+            sparse=sparse,
+            config=config.sparse,
+            backends=backends,
+            choose=choose,
+        )
     step = _Step(
         mode=mode,
         config=config,

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Int
 
 from sparda_jax.cache import KVCache
 from sparda_jax.config import ConfigError, ModelConfig
@@ -36,11 +38,30 @@ def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
 def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, *, mode, decode, max_len):
-    """One prefill chunk or decode step, and the token that follows each sequence's last new one."""
     model = nnx.merge(graphdef, state)
-    x, cache, trace = forward(
-        model, cache, tokens, num_new, sparse, mode=mode, decode=decode, max_len=max_len, skew=skew
+    return forward_and_sample(
+        model, cache, tokens, num_new, sparse, sampling, mode=mode, decode=decode, max_len=max_len, skew=skew
     )
+
+
+def forward_and_sample(
+    model: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "batch q_len"],
+    num_new: Int[Array, "batch"],
+    sparse: Bool[Array, "batch"],
+    sampling: SamplingState,
+    **ways: Any,
+) -> tuple[Int[Array, "batch"], KVCache, Int[Array, "layers batch"], Int[Array, "batch"]]:
+    """One prefill chunk or decode step, and the token that follows each sequence's last new one.
+
+    Args:
+        ways: further arguments of `forward`, which says what the others are.
+
+    Returns:
+        The tokens, the cache, and the blocks read and visible.
+    """
+    x, cache, trace = forward(model, cache, tokens, num_new, sparse, **ways)
     last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
     following = sample(model.logits(last), sampling, cache.lengths)
     return following, cache, trace.blocks_read, trace.blocks_visible

@@ -4,6 +4,7 @@ Nothing as large as chunk times cache exists, so neither memory nor time depend 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,12 @@ from sparda_jax.pallas_kernels.backend import Backend, choose_backend
 from sparda_jax.pallas_kernels.block_selection import Scorer, bits_to_ids, select_blocks_prefill
 from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill
 from sparda_jax.selection import Mode
+
+Choose = Callable[
+    [Int[Array, "batch q_len"], UInt32[Array, "batch kv_heads q_len words"]],
+    UInt32[Array, "batch kv_heads q_len words"],
+]
+"""For benchmarks: what is attended to in place of a selection, from the tokens' positions and the selection."""
 
 
 def by_bits(mode: Mode, backends: Backends) -> bool:
@@ -34,6 +41,7 @@ class Chunk:
         sparse: False: the sequence attends to everything.
         config: widths of the selection.
         backends: of the kernels.
+        choose: changes what is attended to.
     """
 
     start: Int[Array, "batch"]
@@ -41,12 +49,13 @@ class Chunk:
     sparse: Bool[Array, "batch"]
     config: SparseConfig
     backends: Backends
+    choose: Choose | None = None
 
     def select(
         self, scorer: Scorer, queries: Float[Array, "batch q_len kv_heads group head_dim"], cache: LayerCache
     ) -> UInt32[Array, "batch kv_heads q_len words"]:
         """The blocks of every token, whether its sequence is sparse or not."""
-        return select_blocks_prefill(
+        bits = select_blocks_prefill(
             queries,
             cache.compressed_k,
             self.start,
@@ -57,6 +66,9 @@ class Chunk:
             num_selected=self.config.num_selected_blocks,
             backend=self.backends.block_selection,
         )
+        if self.choose is None:
+            return bits
+        return self.choose(self.start[:, None] + jnp.arange(queries.shape[1]), bits)
 
     def attend(
         self,

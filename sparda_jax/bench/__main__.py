@@ -7,6 +7,7 @@ import typer
 from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
 from sparda_jax.bench.plot import plot
+from sparda_jax.bench.prefill import prefill
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -18,6 +19,7 @@ def main() -> None:
 
 app.command()(kernels)
 app.command()(decode)
+app.command()(prefill)
 app.command()(plot)
 
 

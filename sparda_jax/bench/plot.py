@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 # What tells rows of one name apart at a glance; other settings are in the file.
-_SHOWN = ("batch", "misses", "length", "context")
+_SHOWN = ("batch", "misses", "length", "context", "end", "overlap")
 _PICTURES = (".png", ".svg")
 _MARKS = {"floor": ("|", "black"), "reference": ("x", "C3"), "target": ("D", "C2")}
 
