@@ -275,7 +275,9 @@ def prefill_workspace(demand: Demand) -> int:
     if item == 2 and demand.mode is not Mode.RANDOM:
         rows = chunks[-1] * config.num_kv_heads
         selecting = min(SCORE_BYTES, 2 * 4 * rows * demand.max_blocks) + 4 * chunks[-1] * config.num_heads
-        return streams + max(inner, selecting) + rows * demand.max_blocks // 8
+        needed = streams + max(inner, selecting) + rows * demand.max_blocks // 8
+        # XLA doesn't place them without gaps.
+        return needed + needed // 32
     bound = MAX_CHUNK_BYTES // (4 * config.num_heads)
     pairs = max(chunks[0] * demand.capacity, min(chunks[-1] * demand.capacity, bound))
     scores = pairs * (config.num_heads * (4 + item) + 2 * config.num_kv_heads)

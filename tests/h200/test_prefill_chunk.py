@@ -18,7 +18,7 @@ from sparda_jax.shapes import SHAPES
 from tests.h200.harness import compile_for_h200, needs_compiler
 
 pytestmark = needs_compiler
-CONFIG = dataclasses.replace(SHAPES["minicpm4.1-8b"], num_layers=2)
+CONFIG = dataclasses.replace(SHAPES["minicpm4.1-8b"], num_layers=6)
 CHUNK, LENGTH = 4096, 131072
 
 
