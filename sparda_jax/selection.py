@@ -6,6 +6,7 @@ same for all (``pallas_kernels/block_selection``), so that a comparison of modes
 
 import dataclasses
 import enum
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,11 @@ class Mode(enum.StrEnum):
     SPARDA_DECODE_ONLY = "sparda-decode-only"  # the Forecast in decode, InfLLM-V2 in prefill
     INFINIGEN = "infinigen"  # this layer's queries of the previous layer's input, 32 skewed channels, in decode
     RANDOM = "random"  # a hash: the control that any method must beat
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        """Raises a ConfigError that names the modes there are."""
+        raise ConfigError(f"mode={value} is not known: use one of {', '.join(cls)}")
 
     @property
     def needs_forecast(self) -> bool:

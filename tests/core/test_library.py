@@ -139,7 +139,7 @@ def test_modes_by_name(folder: Path, greedy: list[int]):
     assert found.tokens[0] == expected
     assert found.stats is not None
     assert found.stats.mode == "dense"
-    with pytest.raises(ValueError, match="'spars' is not a valid Mode"):
+    with pytest.raises(ConfigError, match="mode=spars is not known: use one of dense, sparse, sparda, "):
         SparDA.from_pretrained(folder, mode="spars")
 
 
