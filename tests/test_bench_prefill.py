@@ -42,6 +42,7 @@ def test_a_prompt_is_prefilled_and_counted() -> None:
         program.measure(1025)
 
 
+@pytest.mark.slow
 def test_parts_of_a_layer() -> None:
     rows = [*parts(toy().decoder, [Mode.SPARDA, Mode.DENSE], 1024, 128, [50])]
     assert [row.name for row in rows] == ["products and MLP", *["selection, sparda", "attention", "attention"] * 3]

@@ -101,7 +101,9 @@ class Prefill:
         """Seconds that it took."""
         began = time.perf_counter()
         self._program = self._lowered.compile()
-        return time.perf_counter() - began
+        spent = time.perf_counter() - began
+        console.print(f"{self.case.mode.value}: compiled in {spent:.0f} s")
+        return spent
 
     def _operands(self, count: int) -> tuple[Any, ...]:
         batch, chunk = self.case.batch, self.case.chunk
@@ -177,7 +179,7 @@ def _row(config: ModelConfig, case: Case, length: int, found: Measured, compilin
         settings={
             "batch": case.batch,
             "length": length,
-            "overlap": "natural" if case.overlap is None else case.overlap,
+            "overlap": None if case.mode is Mode.DENSE else "natural" if case.overlap is None else case.overlap,
             "layers": config.num_layers,
             "chunk": case.chunk,
             "ttft_ms": round(1e3 * found.seconds, 1),
@@ -269,7 +271,8 @@ def prefill(
             if time.perf_counter() > until:
                 break
     for ours, other in _ratios(rows):
-        console.print(f"{ours.name} over {other.name}, {ours.settings['length']} tokens: {other.times(ours.value):.3f}")
+        case = {key: ours.settings[key] for key in ("length", "overlap")}
+        console.print(f"{ours.name} over {other.name}, {case}: {other.times(ours.value):.3f}", markup=False)
     print_rows(rows, console)
 
 
