@@ -34,7 +34,7 @@ METHOD = (
     "the host; a chunk is launched while the one before runs; one run, after two chunks to warm up. Blocks are "
     "selected, and replaced where an overlap is given: neighbouring tokens share so much of their free blocks (with "
     "random weights hardly any). All lengths use a cache for the longest. All programs are compiled at once. Floors: "
-    "operations at the tensor cores' 989 TFLOP/s. " + PARTS_METHOD
+    "operations at 780 TFLOP/s, which large products reach. " + PARTS_METHOD
 )
 
 
