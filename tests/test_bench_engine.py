@@ -62,6 +62,21 @@ def test_rows_say_what_was_measured(subject: Subject, monkeypatch: pytest.Monkey
     assert blocks.num_free == blocks.num_blocks - LOAD.prefix // 64
 
 
+def test_a_long_prompt_that_ends_too_early_is_an_error_of_its_row(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def too_short(*_: object) -> list[float]:
+        raise runs.TooShort("give a longer --long")
+
+    monkeypatch.setattr(runs, "SAMPLES", 1)
+    monkeypatch.setattr(runs, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "beside_a_long_prompt", too_short)
+    found = {row.name: row for row in rows.measure(subject, lambda _: None, targets=True)}
+    beside = found["first token of a short prompt, beside a long one"]
+    assert (beside.value, beside.error, beside.met) == (None, "give a longer --long", False)
+    assert found["forced parking"].met
+
+
 def test_every_prompt_begins_with_the_prefix_and_is_its_own(subject: Subject) -> None:
     prompts = [subject.prompt(number) for number in range(4)]
     assert all(tuple(prompt[: LOAD.prefix]) == subject.prefix for prompt in prompts)

@@ -83,7 +83,8 @@ def engine(
     rows: list[Row] = []
     for row in measure(subject, say, targets=jax.default_backend() == "gpu" and layers is None):
         rows.append(row)
-        say(f"{row.name}, {row.backend} {row.settings}: {row.value:.4g} {row.unit}")
+        found = row.error if row.value is None else f"{row.value:.4g} {row.unit}"
+        say(f"{row.name}, {row.backend} {row.settings}: {found}")
         if json_out:
             write_json(json_out, rows, what="the server's engine", method=METHOD, commit=commit)
     print_rows(rows, console)

@@ -28,6 +28,10 @@ QUANTUM = 8
 PARKED_TOKENS = 48
 
 
+class TooShort(Exception):
+    """A prompt ended before what was to be measured beside it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
     """Decode of full lanes: tokens of all lanes per second, steps that were timed, and what the steps did."""
@@ -121,7 +125,11 @@ async def first_tokens(engine: Engine, prompts: Callable[[int], list[int]]) -> l
 async def beside_a_long_prompt(
     engine: Engine, long: Callable[[], list[int]], short: Callable[[], list[int]]
 ) -> list[float]:
-    """The same while a long prompt is being prefilled; a sample that outlasted it is taken again."""
+    """The same while a long prompt is being prefilled; a sample that outlasted it is taken again.
+
+    Raises:
+        TooShort: most outlast it.
+    """
     found: list[float] = []
     for attempt in range(4 * SAMPLES):
         stream = await engine.submit(long(), SamplingParams(max_tokens=1))
@@ -135,7 +143,7 @@ async def beside_a_long_prompt(
         await _idle(engine)
         if len(found) == SAMPLES:
             return found
-    raise RuntimeError("the long prompts end before the short ones beside them have their tokens: give a longer --long")
+    raise TooShort("the long prompts end before the short ones beside them have their tokens: give a longer --long")
 
 
 @contextlib.asynccontextmanager

@@ -64,7 +64,8 @@ def _varied(rows: list[dict[str, Any]]) -> list[str]:
 
 def _label(row: dict[str, Any], keys: list[str]) -> str:
     backend = "" if row["backend"] == "auto" else f"/{row['backend']}"
-    settings = "".join(f", {key} {row['settings'].get(key)}" for key in keys)
+    own = {key: row["settings"].get(key) for key in keys}
+    settings = "".join(f", {key} {value}" for key, value in own.items() if value is not None)
     return f"{row['name']}{backend}{settings}: {row['value']:.4g}"
 
 
