@@ -2,11 +2,12 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 
 import jax
 from flax import nnx
 
-from sparda_jax.budget import MemoryPlan, plan_memory
+from sparda_jax.budget import Demand, MemoryPlan, plan_memory
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.cache.prefix import PrefixBlocks
 from sparda_jax.config import ConfigError
@@ -71,12 +72,27 @@ def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]
     plan = plan_memory(demand, auto_slots(demand, limits) if settings.slots is None else settings.slots)
     if _platform() == "cpu" and limits.device is not None and plan.host_pool > limits.device.bytes:
         raise ConfigError(
-            f"host memory: the pool takes {gib(plan.host_pool)}, more than half of what is free "
-            f"({limits.device.source}): use --max-active {max(1, demand.batch // 2)}, --host-pool-gib or a smaller "
-            "--max-model-len"
+            f"host memory: the pool takes {gib(plan.host_pool)}, but {limits.device.source} is "
+            f"{gib(limits.device.bytes)}: use {', or '.join(_smaller_pools(demand, limits.device.bytes))}"
         )
     check_fits(plan, limits)
     return plan, limits
+
+
+def _smaller_pools(demand: Demand, free: int) -> Iterator[str]:
+    """Options each of which makes a pool that is not larger than ``free`` bytes."""
+    blocks = free // demand.block_bytes
+    if lanes := blocks // demand.max_blocks:
+        # Rounded down to what can be typed, unless that would be less than a sequence.
+        pool = free * 100 // GIB / 100
+        if pool * GIB >= demand.max_blocks * demand.block_bytes:
+            yield f"--host-pool-gib {pool:g}"
+        if demand.host_pool is None and lanes < demand.batch:
+            yield f"--max-active {lanes}"
+    elif blocks:
+        yield f"--max-model-len {blocks * demand.config.sparse.block_size} with --max-active 1"
+    else:
+        yield "a machine with more memory"
 
 
 def server_limits(runner: Runner) -> Limits:

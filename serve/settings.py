@@ -9,6 +9,8 @@ from typing import Any, Literal
 from sparda_jax.assets import BUNDLED_MODEL
 
 DType = Literal["auto", "bfloat16", "float32"]
+# Decode lanes, where the planner's search ends, too.
+MAX_LANES = 4096
 
 
 class SettingsError(ValueError):
@@ -68,7 +70,12 @@ class Settings:
                 "at least 2",
             ),
             ("--port", self.port, 0 <= self.port <= 65535, "from 0 (any free one) to 65535"),
-            ("--max-active", self.max_active, self.max_active is None or self.max_active >= 1, "at least 1"),
+            (
+                "--max-active",
+                self.max_active,
+                self.max_active is None or 1 <= self.max_active <= MAX_LANES,
+                f"from 1 to {MAX_LANES}",
+            ),
             ("--slots", self.slots, self.slots is None or self.slots >= 1, "at least 1"),
             (
                 "--host-pool-gib",
@@ -121,7 +128,8 @@ class Settings:
         ):
             if not there:
                 wanted = "the folder of a checkpoint" if option == "--model" else "a Forecast file"
-                raise SettingsError(f"{option} {path} does not exist; give {wanted}")
+                found = "is not one" if path is not None and path.exists() else "does not exist"
+                raise SettingsError(f"{option} {path} {found}; give {wanted}")
 
     @property
     def served_name(self) -> str:

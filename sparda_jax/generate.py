@@ -208,11 +208,14 @@ class Runner:
         """Refuses a request that could not run; nothing is computed.
 
         Raises:
-            ValueError: an empty prompt, a token id outside the vocabulary, or more tokens than fit.
+            ValueError: an empty prompt, a token id that is no integer or outside the vocabulary, or more tokens than
+                fit.
         """
         if not len(prompt):
             raise ValueError("prompt is empty: give at least one token")
         ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt holds {ids.dtype.name} values: token ids are integers")
         if not 0 <= ids.min() <= ids.max() < self.config.vocab_size:
             raise ValueError(
                 f"prompt holds token ids {ids.min()}..{ids.max()}, outside vocab_size={self.config.vocab_size}"

@@ -263,6 +263,7 @@ GREEDY = SamplingParams(max_tokens=8)
         ([[]], "prompt is empty"),
         ([[5], []], "prompt is empty"),
         ([[5, 96]], r"token ids 5\.\.96, outside vocab_size=96"),
+        ([[5, 1.5]], "prompt holds float64 values"),
         ([[-1]], r"token ids -1\.\.-1, outside vocab_size=96"),
         ([[5] * 93], "prompt of 93 tokens and max_tokens=8 exceed max_model_len=100.*--max-model-len"),
     ],

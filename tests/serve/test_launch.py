@@ -62,7 +62,9 @@ def refusal(*arguments: str) -> str:
         (["--host", "no host of this name"], "--host no host of this name is not an address"),
         (["--mode", "sparda"], "Forecast"),
         (["--long-context"], "rope_scaling.rope_type='default'"),
-        (["--max-active", "100000000"], "memory: "),
+        (["--max-active", "4097"], "--max-active 4097 is not allowed: it must be from 1 to 4096"),
+        (["--model", __file__], "is not one; give the folder of a checkpoint"),
+        (["--host-pool-gib", "100000"], "memory: the pool takes 100,000.00 GiB"),
         (["--slots", "0"], "--slots 0 is not allowed"),
         (["--slots", "1"], "--slots 1 cannot hold the"),
         (["--host-pool-gib", "0"], "--host-pool-gib 0.0 is not allowed"),
@@ -221,6 +223,24 @@ def test_the_plan_takes_what_fits(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     assert plan_server(runner, dataclasses.replace(settings, slots=16))[0].shape.lanes == 2
     with pytest.raises(ConfigError, match="--batch 2"):
         plan_server(runner, dataclasses.replace(settings, slots=16, max_active=3))
+
+
+def test_what_is_advised_against_a_pool_too_large_helps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=checkpoint, slots=16)
+    runner = load(settings).runner
+    pool = plan_server(runner, dataclasses.replace(settings, max_active=1))[0].host_pool
+    monkeypatch.setattr(fit, "DEVICE_SPARE", -1000.0)  # whether the device's part fits is another question
+    for lanes, host in ((900, 900), (60, 100), (9, 14)):
+        small = Limits(device=None, host=(Bound(bytes=host * pool, source="this test"),))
+        monkeypatch.setattr(memory, "read_limits", lambda small=small: small)
+        with pytest.raises(ConfigError, match=r"host memory: the pool takes .* half of this test is") as refused:
+            plan_server(runner, dataclasses.replace(settings, max_active=lanes))
+        advice = re.search(r"--max-active (\d+)$", str(refused.value))
+        assert advice is not None
+        most = int(advice[1])
+        plan_server(runner, dataclasses.replace(settings, max_active=most))
+        with pytest.raises(ConfigError):
+            plan_server(runner, dataclasses.replace(settings, max_active=most + 1))
 
 
 @pytest.fixture
