@@ -10,11 +10,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
 import sparda_jax
+from sparda_jax.serve import protocol
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError, install_handlers
 from sparda_jax.serve.handler import CLIENT_GONE, Handler, ServerInfo
 from sparda_jax.serve.metrics import Metrics
-from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sparda_jax.serve.tokenization import Tokenization
 from sparda_jax.tokenizer import Tokenizer
 
 __all__ = ["MAX_BODY_BYTES", "ServerInfo", "create_app"]
@@ -34,21 +36,22 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo) -> FastAP
     app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
     metrics = Metrics(engine)
     handler = Handler(engine, tokenizer, info, metrics)
+    tokenization = Tokenization(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
     install_handlers(app)
 
-    async def generate[RequestType: GenerationRequest](
+    async def answer[RequestType: protocol.Request](
         request: Request,
         endpoint: str,
         kind: type[RequestType],
-        answer: Callable[[Request, RequestType], Awaitable[Response]],
+        handle: Callable[[RequestType], Awaitable[Response]],
     ) -> Response:
         request.state.arrived = time.monotonic()
         try:
-            body = parse_request(kind, await _read(request))
+            body = protocol.parse_request(kind, await _read(request))
             if body.model is not None and body.model != info.model:
                 message = f"the model {body.model!r} does not exist here; this server has {info.model!r}"
                 raise ApiError(404, message, param="model", code="model_not_found")
-            return await answer(request, body)
+            return await handle(body)
         except ApiError as error:
             metrics.answered(endpoint, error.status)
             raise
@@ -59,12 +62,39 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo) -> FastAP
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
-        return await generate(request, "chat.completions", ChatRequest, handler.chat)
+        return await answer(request, "chat.completions", ChatRequest, lambda body: handler.chat(request, body))
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continues a text."""
-        return await generate(request, "completions", CompletionRequest, handler.completion)
+        return await answer(request, "completions", CompletionRequest, lambda body: handler.completion(request, body))
+
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+
+        async def handle(body: TokenizeRequest) -> Response:
+            content = await tokenization.tokenize(body)
+            metrics.answered("tokenize", 200)
+            return JSONResponse(content)
+
+        return await answer(request, "tokenize", TokenizeRequest, handle)
+
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+
+        async def handle(body: DetokenizeRequest) -> Response:
+            content = await tokenization.detokenize(body)
+            metrics.answered("detokenize", 200)
+            return JSONResponse(content)
+
+        return await answer(request, "detokenize", DetokenizeRequest, handle)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The server's version."""
+        return {"version": sparda_jax.__version__}
 
     card = {
         "id": info.model,
@@ -110,7 +140,7 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
+def _body_schema(kind: type[protocol.Request]) -> dict[str, Any]:
     """The request's schema for the API documentation; the body itself is parsed by `parse_request`."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}

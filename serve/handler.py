@@ -5,24 +5,23 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from sparda_jax.chat_template import ReservedArgumentError
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.answers import Answer, merge
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError
 from sparda_jax.serve.metrics import Metrics
+from sparda_jax.serve.prompts import Prompts
 from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from sparda_jax.serve.requests import EngineError
 from sparda_jax.serve.responses import ChatShape, CompletionShape, Envelope, Json, Shape, usage
-from sparda_jax.tokenizer import ChatTemplateError, Tokenizer
+from sparda_jax.tokenizer import Tokenizer
 
 # What nginx made the usual code for "the client went away"; nobody receives it.
 CLIENT_GONE = 499
@@ -62,19 +61,11 @@ class Handler:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, info: ServerInfo, metrics: Metrics) -> None:
         self._engine, self._tokenizer, self._info, self._metrics = engine, tokenizer, info, metrics
+        self._prompts = Prompts(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """``POST /v1/chat/completions``."""
-        self._check_size("messages", (message.content for message in body.messages))
-        messages = [message.for_template() for message in body.messages]
-        try:
-            ids = await run_in_threadpool(
-                self._tokenizer.encode_chat, messages, arguments=body.chat_template_kwargs or {}
-            )
-        except ReservedArgumentError as error:
-            raise ApiError.bad_field("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
-        except ChatTemplateError as error:
-            raise ApiError.bad_field("messages", str(error)) from error
+        ids = await self._prompts.chat(body.messages, body.chat_template_kwargs)
         return await self._respond(request, body, ChatShape(), [_Prompt(ids=ids)])
 
     async def completion(self, request: Request, body: CompletionRequest) -> Response:
@@ -82,14 +73,10 @@ class Handler:
         prompts = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
-                self._check_size("prompt", [prompt])
-                ids = await run_in_threadpool(self._tokenizer.encode, prompt)
+                ids = await self._prompts.text(prompt)
                 prompts.append(_Prompt(ids=ids, echo=prompt if body.echo else ""))
             else:
-                outside = [i for i in prompt if not 0 <= i < self._info.vocab_size]
-                if outside:
-                    message = f"prompt holds the token id {outside[0]}; the model has 0 to {self._info.vocab_size - 1}"
-                    raise ApiError.bad_field("prompt", message)
+                self._prompts.check_ids("prompt", prompt)
                 prompts.append(_Prompt(ids=prompt, echo=self._tokenizer.decode(prompt) if body.echo else ""))
         return await self._respond(request, body, CompletionShape(), prompts)
 
@@ -130,15 +117,6 @@ class Handler:
             count=lambda status: self._metrics.answered(shape.endpoint, status),
         )
         return response.stream() if body.stream else await response.whole(request)
-
-    def _check_size(self, field: str, texts: Iterable[str]) -> None:
-        """Refuses what can't fit whatever its tokens are, before minutes and gigabytes go into counting them."""
-        size, limit = sum(len(text) for text in texts), self._engine.max_model_len
-        if size > limit * self._tokenizer.longest_token:
-            message = (
-                f"the prompt has {size} characters, more than the {limit} tokens of the context (--max-model-len) hold"
-            )
-            raise ApiError.bad_field(field, message, code="context_length_exceeded")
 
     def _check_count(self, body: GenerationRequest, shape: Shape, prompts: int) -> None:
         count, capacity = prompts * body.choices_per_prompt, self._engine.capacity

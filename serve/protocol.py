@@ -41,6 +41,7 @@ _OFF: Mapping[str, Callable[[Any], bool]] = {
     "frequency_penalty": lambda v: _is_number(v, 0),
     "repetition_penalty": lambda v: _is_number(v, 1),
     "min_p": lambda v: _is_number(v, 0),
+    "continue_final_message": lambda v: v is False,
 }
 
 
@@ -75,6 +76,7 @@ def _children(item: dict[str, Any] | list[Any]) -> list[Any]:
 
 
 Text = Annotated[str, AfterValidator(_utf8)]
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_plain_inside)]
 
 
 def _join_parts(value: Any) -> Any:
@@ -124,10 +126,15 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(_Strict):
-    """What both endpoints take. Extensions of OpenAI's fields: top_k, ignore_eos, return_stats."""
+class Request(_Strict):
+    """What every endpoint takes."""
 
     model: str | None = None
+
+
+class GenerationRequest(Request):
+    """What both generating endpoints take. Extensions of OpenAI's fields: top_k, ignore_eos, return_stats."""
+
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -173,7 +180,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_plain_inside)] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     @property
     def max_tokens_field(self) -> tuple[str, int | None]:
@@ -190,7 +197,24 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(default=None, ge=1)
 
 
-def parse_request[RequestType: GenerationRequest](kind: type[RequestType], body: bytes) -> RequestType:
+class TokenizeRequest(Request):
+    """``POST /tokenize``: a prompt, as for completions, or messages, as for chat."""
+
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Request):
+    """``POST /detokenize``."""
+
+    tokens: list[int]
+
+
+def parse_request[RequestType: Request](kind: type[RequestType], body: bytes) -> RequestType:
     """The request in a body.
 
     Raises:
@@ -215,13 +239,29 @@ def parse_request[RequestType: GenerationRequest](kind: type[RequestType], body:
     return request
 
 
-def _check_combinations(request: GenerationRequest) -> None:
-    if request.stream_options is not None and not request.stream:
+def _check_combinations(request: Request) -> None:
+    if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
         raise ApiError.bad_field("stream_options", "stream_options is allowed only with stream=true")
     if isinstance(request, CompletionRequest) and (request.best_of or 1) > request.choices_per_prompt:
         raise ApiError.bad_field("best_of", f"best_of={request.best_of} is not supported; it may not exceed n")
     if isinstance(request, ChatRequest) and None not in (request.max_tokens, request.max_completion_tokens):
         raise ApiError.bad_field("max_tokens", "give max_completion_tokens or max_tokens, not both")
+    if isinstance(request, TokenizeRequest):
+        _check_tokenize(request)
+
+
+def _check_tokenize(request: TokenizeRequest) -> None:
+    if request.messages is None:
+        if request.prompt is None:
+            raise ApiError.bad_field("prompt", "give a prompt or messages", code="missing_field")
+        for field in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(request, field) is not None:
+                raise ApiError.bad_field(field, f"{field} is allowed only with messages")
+    elif request.prompt is not None:
+        raise ApiError.bad_field("prompt", "give a prompt or messages, not both")
+    elif request.add_special_tokens:
+        message = "add_special_tokens=true is allowed only with a prompt; the chat template has its own"
+        raise ApiError.bad_field("add_special_tokens", message)
 
 
 def _field_error(error: pydantic.ValidationError) -> ApiError:

@@ -144,6 +144,10 @@ class Tokenizer:
         """Text of token ids."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def spelled(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for an id that the tokenizer does not know."""
+        return [self._backend.id_to_token(i) or "" for i in ids]
+
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A new streaming decoder, for the continuation of a prompt."""
         return IncrementalDetokenizer(self._token_bytes)

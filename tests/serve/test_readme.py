@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
-from sparda_jax.serve.protocol import IGNORED, ChatRequest, CompletionRequest
+from sparda_jax.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.serve.fakes import TOKENIZER, FakeRunner
 
 FOLDER = Path(__file__).parents[2] / "serve"
@@ -13,7 +13,8 @@ README = (FOLDER / "README.md").read_text()
 
 
 def test_every_field_is_described() -> None:
-    fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    fields = {field for kind in kinds for field in kind.model_fields}
     named = set(re.findall(r"`([a-z_]+)`", README))
     # best_of means nothing beyond n; it is taken so that clients which always send it work.
     assert fields - named == {"best_of"}
