@@ -101,6 +101,18 @@ def main(
     ] = 300.0,
     request_seconds: Annotated[float, typer.Option(help="A request that takes longer in all fails.")] = 3600.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPARDA_API_KEY",
+            help="Token that /v1, /tokenize and /detokenize ask for; open if left out. Better set in the environment: "
+            "a command line can be read by every user of the machine.",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose web pages may ask this server, such as https://example.org; repeatable."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's; /health and /metrics."""
     # Only now, so that --help does not wait for JAX.
@@ -137,6 +149,8 @@ def main(
             drain_seconds=drain_seconds,
             stuck_seconds=stuck_seconds,
             access_log=access_log,
+            api_key=api_key,
+            cors_origins=tuple(cors_origin or ()),
             **chosen,
         )
         serve(settings, console)

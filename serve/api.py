@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 import sparda_jax
 from sparda_jax.serve import protocol
+from sparda_jax.serve.access import Access, install
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError, install_handlers
 from sparda_jax.serve.handler import CLIENT_GONE, Handler, ServerInfo
@@ -25,19 +26,21 @@ __all__ = ["MAX_BODY_BYTES", "ServerInfo", "create_app"]
 MAX_BODY_BYTES = 64 << 20
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo) -> FastAPI:
+def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: Access | None = None) -> FastAPI:
     """The application. The caller starts and closes the engine.
 
     Args:
         engine: where the sequences run.
         tokenizer: of the same model.
         info: names, limits and defaults.
+        access: who may ask; None: everyone.
     """
     app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
     metrics = Metrics(engine)
     handler = Handler(engine, tokenizer, info, metrics)
     tokenization = Tokenization(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
     install_handlers(app)
+    install(app, access or Access())
 
     async def answer[RequestType: protocol.Request](
         request: Request,

@@ -5,6 +5,7 @@ import logging
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparda_jax.serve.requests import EngineError, EngineUnavailable, QueueFull, RequestRejected
 
@@ -55,7 +56,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        """The envelope with the headers that belong to the status."""
+        retry = {"Retry-After": "1"}
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: retry, 503: retry}.get(self.status)
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
@@ -65,7 +68,7 @@ def _shown(text: str, limit: int) -> str:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error of the application leaves in the envelope, unknown paths and unforeseen exceptions included."""
+    """Every error that the application raises leaves in the envelope, unknown paths included."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -84,6 +87,29 @@ def install_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed on this request; its log says why", code="internal_error").response()
+
+class UnforeseenErrors:
+    """Turns any other exception into 500 in the envelope, and logs it.
+
+    Starlette's own handler of these stands outside of all middleware, where the answer would get none of their headers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise  # uvicorn logs it and cuts the connection, so that the client sees an answer that is not whole
+            logger.exception("a request failed: %s %r", scope["method"], scope["path"])
+            message = "the server failed on this request; its log says why"
+            await ApiError(500, message, code="internal_error").response()(scope, receive, watched)

@@ -16,6 +16,7 @@ from sparda_jax.checkpoint import open_weights
 from sparda_jax.library import SparDA
 from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
+from sparda_jax.serve.access import Access
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt, settle_chunks
@@ -146,7 +147,8 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
         top_p=report.sampling.top_p,
         top_k=report.sampling.top_k,
     )
-    server = Server(create_app(engine, report.tokenizer, info), engine, settings)
+    access = Access(api_key=settings.api_key, cors_origins=settings.cors_origins)
+    server = Server(create_app(engine, report.tokenizer, info, access), engine, settings)
     engine.start()
     server.run_until_signal(listener)
     leave(1 if failures else 0, engine)

@@ -17,6 +17,7 @@ from sparda_jax.generate import Runner
 from sparda_jax.machine import Limits
 from sparda_jax.model.rope import rope_frequencies
 from sparda_jax.selection import Mode
+from sparda_jax.serve.access import GUARDED
 from sparda_jax.serve.memory import describe
 from sparda_jax.serve.settings import SamplingDefaults, Settings
 from sparda_jax.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class Report:
                 f"{self.sampling.top_k or 'all'} where a request does not say ({self.sampling.source})"
             ),
         )
+        yield "access", access(settings)
         if self.tokenizer.chat_template is None:
             yield "chat", "no chat template: /v1/chat/completions refuses requests, use /v1/completions"
 
@@ -142,8 +144,15 @@ def rope(config: ModelConfig, limit: int) -> str:
     return text + (f", attention factor {scale:.4g}" if scale != 1 else "")
 
 
+def access(settings: Settings) -> str:
+    """Who may ask."""
+    paths = ", ".join(GUARDED)
+    text = f"no key (--api-key asks for one on {paths})" if settings.api_key is None else f"API key on {paths}"
+    return text + "".join(f"; web pages of {origin} (--cors-origin)" for origin in settings.cors_origins)
+
+
 def curl(url: str, report: Report) -> str:
-    """A command to paste."""
+    """A command to paste; the key is taken from the environment, never shown."""
     if report.tokenizer.chat_template is None:
         path, body = "completions", {"prompt": "The sky is", "max_tokens": 32}
     else:
@@ -153,4 +162,5 @@ def curl(url: str, report: Report) -> str:
         )
         path, body = "chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 32}
     body["temperature"] = 0
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    key = "" if report.settings.api_key is None else '-H "Authorization: Bearer $SPARDA_API_KEY" '
+    return f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from sparda_jax.assets import BUNDLED_MODEL
 DType = Literal["auto", "bfloat16", "float32"]
 # Decode lanes, where the planner's search ends, too.
 MAX_LANES = 4096
+# As browsers write it: lower case, no path.
+_ORIGIN = r"\*|[a-z][a-z0-9+.-]*://[^/\\?#@\sA-Z]+"
 
 
 class SettingsError(ValueError):
@@ -33,6 +36,8 @@ class Settings:
             platform.
         deterministic: an answer's bits depend on nothing that ran before or beside it.
         park_after: tokens after which a request gives up its lane if another one waits for it.
+        api_key: what clients must send; None: nothing.
+        cors_origins: web pages whose scripts may ask, or ``*``.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
 
@@ -60,6 +65,8 @@ class Settings:
     stuck_seconds: float = 300.0
     request_seconds: float = 3600.0
     access_log: bool = False
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         rules = (
@@ -113,6 +120,21 @@ class Settings:
                 "a finite number above 0",
             ),
             ("--model-name", self.model_name, self.model_name != "", "a name"),
+            (
+                "--api-key",
+                "(not shown)",
+                self.api_key is None or re.fullmatch(r"[!-~]+", self.api_key),
+                "printable ASCII without spaces, which a header can carry",
+            ),
+            *(
+                (
+                    "--cors-origin",
+                    origin,
+                    re.fullmatch(_ORIGIN, origin),
+                    "* or like https://example.org, without a path",
+                )
+                for origin in self.cors_origins
+            ),
         )
         for option, value, holds, rule in rules:
             if not holds:

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from sparda_jax.sampling import SamplingParams
+from sparda_jax.serve.access import Access
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.tokenizer import Tokenizer
@@ -169,13 +170,13 @@ def running_engine(runner: FakeRunner, *, max_active: int | None = None, **optio
 
 
 @contextlib.contextmanager
-def serve(runner: FakeRunner | None = None, **options: Any) -> Iterator[Served]:
+def serve(runner: FakeRunner | None = None, access: Access | None = None, **options: Any) -> Iterator[Served]:
     """A live uvicorn on a free loopback port, in a thread."""
     runner = runner or FakeRunner()
     with running_engine(runner, **options) as engine, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         info = ServerInfo(model=MODEL, mode="sparse", vocab_size=TOKENIZER.vocab_size, temperature=0.0)
-        app = create_app(engine, TOKENIZER, info)
+        app = create_app(engine, TOKENIZER, info, access)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -74,6 +74,9 @@ def refusal(*arguments: str) -> str:
         (["--prefill-tokens", "0"], "--prefill-tokens 0 is not allowed"),
         (["--prefill-tokens", "100"], "--prefill-tokens 100 is not allowed: it must be a multiple of 64, a block"),
         (["--park-after", "0"], "--park-after 0 is not allowed"),
+        (["--api-key", "two words"], "--api-key (not shown) is not allowed: it must be printable ASCII without spaces"),
+        (["--cors-origin", "example.org"], "--cors-origin example.org is not allowed: it must be * or like https://"),
+        (["--cors-origin", "*", "--cors-origin", "https://a.example/"], "--cors-origin https://a.example/ is not"),
         (["--request-seconds", "0"], "--request-seconds 0.0 is not allowed"),
     ],
 )
@@ -166,6 +169,14 @@ def test_report_says_what_will_run_and_why(checkpoint: Path) -> None:
     assert lines["parameters"] == f"{count / 1e6:.1f} M in float32, {gib(4 * count)}"
     command = reports.curl("http://127.0.0.1:1", report)
     assert command.startswith("curl http://127.0.0.1:1/v1/chat/completions")
+    assert "no key (--api-key" in lines["access"]
+    guarded = Settings(model=checkpoint, api_key="secret-key", cors_origins=("https://a.example",))
+    assert "secret-key" not in repr(guarded)
+    assert reports.access(guarded) == (
+        "API key on /v1, /tokenize, /detokenize; web pages of https://a.example (--cors-origin)"
+    )
+    command = reports.curl("http://127.0.0.1:1", dataclasses.replace(report, settings=guarded))
+    assert '-H "Authorization: Bearer $SPARDA_API_KEY"' in command
     default = load(Settings(model=checkpoint))
     assert "max_position_embeddings (--max-model-len lowers it)" in dict(default.lines())["context limit"]
     assert "warning" not in dict(default.lines())
