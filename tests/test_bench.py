@@ -99,7 +99,9 @@ def test_calls_read_different_pages_and_records() -> None:
     assert np.concatenate(lists).max() < attention.shared["slots"].shape[0]
 
 
-@pytest.mark.parametrize("name", ["select+plan forecast", "attention", "write back"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("select+plan forecast", marks=pytest.mark.slow), "attention", "write back"]
+)
 def test_reference_is_timed_also_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparda_jax.bench._timing.SAMPLES", 1)
     row = bench.measure(name, Backend.REFERENCE, SMALL, {})

@@ -92,6 +92,7 @@ def test_ways_are_what_they_are_called() -> None:
     }
 
 
+@pytest.mark.slow
 def test_with_a_slot_for_every_block_nothing_is_fetched() -> None:
     found = bench.measure(toy("deep").decoder, dataclasses.replace(CASE, misses=None, slots=180))
     assert found.misses == found.stats.copied.sum() == 0

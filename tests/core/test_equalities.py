@@ -27,6 +27,8 @@ from tests.core.support import (
     whole,
 )
 
+_REPEATED = (Mode.SPARDA_DECODE_ONLY, Mode.INFINIGEN, Mode.RANDOM)
+SOME_MODES = [pytest.param(mode, marks=pytest.mark.slow) if mode in _REPEATED else mode for mode in ALL_MODES]
 # Three neighbours: one selects among 11 blocks, one among 7, one reads its single block.
 LENGTHS, SEEDS = (650, 391, 40), (5, 6, 7)
 STEPS = 12
@@ -49,7 +51,7 @@ def feed_in_pieces(session: Session, sizes: list[list[int]]) -> list[Output]:
     return [join(lane) for lane in zip(*outputs, strict=True)]
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("mode", SOME_MODES)
 def test_cut_and_batched_equals_alone_in_one_call(mode: Mode):
     """Prompts in ragged pieces, then steps in which a lane may rest; unused rows of the cache are NaN all the time."""
     session = batch_of(mode)

@@ -19,7 +19,7 @@ from tests.core.support import Output, Session, toy
 from tests.oracle.golden import Golden, allowed_by_ties, load_golden
 
 SPARSE_MODES = (Mode.SPARSE, Mode.SPARDA)
-DTYPES = [jnp.bfloat16, jnp.float32]
+DTYPES = [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)]
 # 17 blocks hold the 1028 tokens.
 PROMPT, STEPS, CAPACITY, LAYERS, TOTAL = 1000, 28, 17 * 64, 3, 6
 

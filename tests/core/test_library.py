@@ -143,6 +143,7 @@ def test_modes_by_name(folder: Path, greedy: list[int]):
         SparDA.from_pretrained(folder, mode="spars")
 
 
+@pytest.mark.slow
 def test_infinigen_calibrates_on_the_bundled_text(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(infinigen, "MAX_CALIBRATION_TOKENS", 256)
     model = SparDA.from_pretrained(folder, mode="infinigen")

@@ -225,7 +225,7 @@ def spoiled(prompt: int, blocks: int):
     return dataclasses.replace(cache, layers=layers), token
 
 
-@pytest.mark.parametrize("prompt", [0, 1])
+@pytest.mark.parametrize("prompt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_shared_blocks_are_used_as_they_are(prompt: int) -> None:
     """All whole blocks of a prompt, whose end is inside a block or at one; the first owner leaves before the others."""
     lanes = lanes_of()

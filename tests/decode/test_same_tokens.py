@@ -10,7 +10,8 @@ from tests.decode.support import CONFIG, STEPS, WIDTH, decoded, enter, hidden, m
 WAYS = [(Mode.SPARSE, Fetch.IN_TURN), (Mode.SPARDA, Fetch.AHEAD), (Mode.INFINIGEN, Fetch.AHEAD)]
 # Two programs each: the copy path is the same, so one way runs every time.
 SOME_WAYS = [WAYS[1], *(pytest.param(*way, marks=pytest.mark.slow) for way in (WAYS[0], WAYS[2]))]
-MORE_WAYS = [*WAYS, (Mode.SPARDA, Fetch.IN_TURN), (Mode.INFINIGEN, Fetch.IN_TURN), (Mode.RANDOM, Fetch.IN_TURN)]
+_REPEATED = ((mode, Fetch.IN_TURN) for mode in (Mode.SPARDA, Mode.INFINIGEN, Mode.RANDOM))
+MORE_WAYS = [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in _REPEATED)]
 
 
 @pytest.mark.parametrize(("mode", "fetch"), MORE_WAYS)

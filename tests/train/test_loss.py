@@ -95,6 +95,7 @@ class TestGradient:
         np.testing.assert_allclose(value, loss, rtol=2e-6)
         assert relative_error(ours, gradient) < 3e-6
 
+    @pytest.mark.slow
     def test_equals_autodiff_on_the_deployed_grid(self):
         document = drawn(1, 650)
         grid = Grid(kernel_size=32, kernel_stride=16, block_size=64, local_blocks=1, num_selected_blocks=5)
