@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparda_jax.serve.errors import ApiError, UnforeseenErrors
+from sparda_jax.serve.request_id import HEADER, RequestIds
 
 # Paths that need the key, and all below them; probes, metrics and the version need none.
 GUARDED = ("/v1", "/tokenize", "/detokenize")
@@ -42,7 +43,7 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _is_guarded(scope["path"]) and not self._has_key(Headers(scope=scope)):
             message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
-            await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
+            await ApiError(401, message, code="invalid_api_key").response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -53,7 +54,10 @@ class ApiKeyCheck:
 
 
 def install(app: FastAPI, access: Access) -> None:
-    """Adds the checks. What is added last is outermost: every error passes through CORS, or pages could not read it."""
+    """Adds the checks.
+
+    What is added last is outermost: every error passes through CORS, or pages could not read it, and all has an id.
+    """
     if access.api_key is not None:
         app.add_middleware(ApiKeyCheck, digest=_digest(access.api_key))
     app.add_middleware(UnforeseenErrors)
@@ -63,8 +67,9 @@ def install(app: FastAPI, access: Access) -> None:
             allow_origins=access.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # OpenAI's client sends a dozen of its own
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", HEADER],
         )
+    app.add_middleware(RequestIds)
 
 
 def _is_guarded(path: str) -> bool:

@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparda_jax.serve.request_id import request_id
 from sparda_jax.serve.requests import EngineError, EngineUnavailable, QueueFull, RequestRejected
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,18 @@ class ApiError(Exception):
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The envelope with the headers that belong to the status."""
+    def log(self, scope: Scope) -> None:
+        """One line, by which a client's report can be found: an error where the server is at fault, else information.
+
+        What a client chose is quoted, so that it can't begin a line of its own.
+        """
+        level = logging.ERROR if self.status == 500 else logging.INFO
+        text = "request %s: %s %r answered with %d: %r"
+        logger.log(level, text, request_id(scope), scope["method"], scope["path"], self.status, self.message)
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """The envelope with the headers that belong to the status; it is logged as an answer to ``scope``."""
+        self.log(scope)
         retry = {"Retry-After": "1"}
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: retry, 503: retry}.get(self.status)
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
@@ -72,18 +83,17 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.scope)
 
     @app.exception_handler(EngineError)
     async def _engine_error(request: Request, error: EngineError) -> JSONResponse:
-        return ApiError.of(error).response()
+        return ApiError.of(error).response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        response = ApiError(
-            error.status_code, message, code="not_found" if error.status_code == 404 else None
-        ).response()
+        code = "not_found" if error.status_code == 404 else None
+        response = ApiError(error.status_code, message, code=code).response(request.scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -110,6 +120,6 @@ class UnforeseenErrors:
         except Exception:
             if started or scope["type"] != "http":
                 raise  # uvicorn logs it and cuts the connection, so that the client sees an answer that is not whole
-            logger.exception("a request failed: %s %r", scope["method"], scope["path"])
+            logger.exception("request %s failed", request_id(scope))
             message = "the server failed on this request; its log says why"
-            await ApiError(500, message, code="internal_error").response()(scope, receive, watched)
+            await ApiError(500, message, code="internal_error").response(scope)(scope, receive, watched)

@@ -107,6 +107,7 @@ class Handler:
             _cancel(answers)
             raise ApiError.of(error) from error
         response = _Responder(
+            request=request,
             envelope=Envelope(shape, self._info.model),
             shape=shape,
             body=body,
@@ -116,7 +117,7 @@ class Handler:
             mode=self._info.mode,
             count=lambda status: self._metrics.answered(shape.endpoint, status),
         )
-        return response.stream() if body.stream else await response.whole(request)
+        return response.stream() if body.stream else await response.whole()
 
     def _check_count(self, body: GenerationRequest, shape: Shape, prompts: int) -> None:
         count, capacity = prompts * body.choices_per_prompt, self._engine.capacity
@@ -160,6 +161,7 @@ class Handler:
 class _Responder:
     """Writes one response's answers."""
 
+    request: Request
     envelope: Envelope
     shape: Shape
     body: GenerationRequest
@@ -169,9 +171,9 @@ class _Responder:
     mode: str
     count: Callable[[int], None]
 
-    async def whole(self, request: Request) -> Response:
+    async def whole(self) -> Response:
         collecting = asyncio.create_task(self._collect())
-        leaving = asyncio.create_task(_disconnected(request))
+        leaving = asyncio.create_task(_disconnected(self.request))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
@@ -225,6 +227,7 @@ class _Responder:
         except EngineError as error:
             failure = ApiError.of(error)
             status = failure.status
+            failure.log(self.request.scope)
             yield _event(failure.body())
         finally:
             self.count(status)
