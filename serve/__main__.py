@@ -113,6 +113,10 @@ def main(
         list[str] | None,
         typer.Option(help="Origin whose web pages may ask this server, such as https://example.org; repeatable."),
     ] = None,
+    max_body_mib: Annotated[int, typer.Option(help="Larger request bodies are refused with 413.")] = 32,
+    upload_seconds: Annotated[
+        float, typer.Option(help="A request body that takes longer to arrive is refused with 408.")
+    ] = 60.0,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's; /health and /metrics."""
     # Only now, so that --help does not wait for JAX.
@@ -151,6 +155,8 @@ def main(
             access_log=access_log,
             api_key=api_key,
             cors_origins=tuple(cors_origin or ()),
+            max_body_mib=max_body_mib,
+            upload_seconds=upload_seconds,
             **chosen,
         )
         serve(settings, console)

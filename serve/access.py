@@ -1,4 +1,4 @@
-"""Who may ask the server: an API key, and the web pages whose scripts may read the answers."""
+"""Who may ask the server: an API key, and the web pages whose scripts may read the answers; and how much."""
 
 import dataclasses
 import hashlib
@@ -18,15 +18,23 @@ GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Access:
-    """What is asked of a client.
+    """What is asked of a client, and what is taken from it.
 
     Attributes:
         api_key: the token that the paths in `GUARDED` want as ``Authorization: Bearer``; None: they are open.
         cors_origins: origins of web pages, or ``*``.
+        max_body_mib: the largest request body. The default is a million tokens of text or ids with room to spare.
+        upload_seconds: how long a body may take to arrive.
     """
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
+    max_body_mib: int = 32
+    upload_seconds: float = 60.0
+
+
+OPEN = Access()
+"""Everyone may ask, except scripts of web pages."""
 
 
 class ApiKeyCheck:

@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect
 
 import sparda_jax
 from sparda_jax.serve import protocol
-from sparda_jax.serve.access import Access, install
+from sparda_jax.serve.access import OPEN, Access, install
+from sparda_jax.serve.body import read_body
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError, install_handlers
 from sparda_jax.serve.handler import CLIENT_GONE, Handler, ServerInfo
@@ -20,27 +21,24 @@ from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, Detokenize
 from sparda_jax.serve.tokenization import Tokenization
 from sparda_jax.tokenizer import Tokenizer
 
-__all__ = ["MAX_BODY_BYTES", "ServerInfo", "create_app"]
-
-# A million tokens of text with room to spare; more is a mistake and would only fill the memory.
-MAX_BODY_BYTES = 64 << 20
+__all__ = ["ServerInfo", "create_app"]
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: Access | None = None) -> FastAPI:
+def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: Access = OPEN) -> FastAPI:
     """The application. The caller starts and closes the engine.
 
     Args:
         engine: where the sequences run.
         tokenizer: of the same model.
         info: names, limits and defaults.
-        access: who may ask; None: everyone.
+        access: who may ask, and how much.
     """
     app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
     metrics = Metrics(engine)
     handler = Handler(engine, tokenizer, info, metrics)
     tokenization = Tokenization(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
     install_handlers(app)
-    install(app, access or Access())
+    install(app, access)
 
     async def answer[RequestType: protocol.Request](
         request: Request,
@@ -50,7 +48,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: A
     ) -> Response:
         request.state.arrived = time.monotonic()
         try:
-            body = protocol.parse_request(kind, await _read(request))
+            body = protocol.parse_request(kind, await read_body(request, access))
             if body.model is not None and body.model != info.model:
                 message = f"the model {body.model!r} does not exist here; this server has {info.model!r}"
                 raise ApiError(404, message, param="model", code="model_not_found")
@@ -132,15 +130,6 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: A
         return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
-    return bytes(body)
 
 
 def _body_schema(kind: type[protocol.Request]) -> dict[str, Any]:

@@ -69,8 +69,9 @@ class ApiError(Exception):
         """The envelope with the headers that belong to the status; it is logged as an answer to ``scope``."""
         self.log(scope)
         retry = {"Retry-After": "1"}
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: retry, 503: retry}.get(self.status)
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        # The rest of a body that is late has no end.
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 429: retry, 503: retry}
+        return JSONResponse(self.body(), status_code=self.status, headers=headers.get(self.status))
 
 
 def _shown(text: str, limit: int) -> str:

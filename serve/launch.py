@@ -147,7 +147,12 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
         top_p=report.sampling.top_p,
         top_k=report.sampling.top_k,
     )
-    access = Access(api_key=settings.api_key, cors_origins=settings.cors_origins)
+    access = Access(
+        api_key=settings.api_key,
+        cors_origins=settings.cors_origins,
+        max_body_mib=settings.max_body_mib,
+        upload_seconds=settings.upload_seconds,
+    )
     server = Server(create_app(engine, report.tokenizer, info, access), engine, settings)
     engine.start()
     server.run_until_signal(listener)

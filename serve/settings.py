@@ -67,6 +67,8 @@ class Settings:
     access_log: bool = False
     api_key: str | None = dataclasses.field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
+    max_body_mib: int = 32
+    upload_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         rules = (
@@ -120,6 +122,13 @@ class Settings:
                 "a finite number above 0",
             ),
             ("--model-name", self.model_name, self.model_name != "", "a name"),
+            ("--max-body-mib", self.max_body_mib, self.max_body_mib >= 1, "at least 1"),
+            (
+                "--upload-seconds",
+                self.upload_seconds,
+                _is_duration(self.upload_seconds) and self.upload_seconds > 0,
+                "a finite number above 0",
+            ),
             (
                 "--api-key",
                 "(not shown)",

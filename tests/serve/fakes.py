@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from sparda_jax.sampling import SamplingParams
-from sparda_jax.serve.access import Access
+from sparda_jax.serve.access import OPEN, Access
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.tokenizer import Tokenizer
@@ -170,7 +170,7 @@ def running_engine(runner: FakeRunner, *, max_active: int | None = None, **optio
 
 
 @contextlib.contextmanager
-def serve(runner: FakeRunner | None = None, access: Access | None = None, **options: Any) -> Iterator[Served]:
+def serve(runner: FakeRunner | None = None, access: Access = OPEN, **options: Any) -> Iterator[Served]:
     """A live uvicorn on a free loopback port, in a thread."""
     runner = runner or FakeRunner()
     with running_engine(runner, **options) as engine, socket.socket() as listener:

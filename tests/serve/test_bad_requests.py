@@ -10,7 +10,6 @@ import pytest
 from fastapi import FastAPI
 
 from sparda_jax.sampling import SamplingParams, SamplingState
-from sparda_jax.serve import api
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.tokenizer import Tokenizer
@@ -268,12 +267,6 @@ def test_unknown_paths_methods_and_models(app: FastAPI) -> None:
     assert error_of(call(app, "GET", "/v1/nothing"), 404)["code"] == "not_found"
     assert error_of(call(app, "GET", CHAT), 405)
     assert error_of(call(app, "POST", TEXT, json={"prompt": "hello", "model": "other"}), 404)["param"] == "model"
-
-
-def test_a_body_beyond_the_limit_is_413(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_BODY_BYTES", 1 << 20)
-    error = error_of(call(app, "POST", TEXT, json={"prompt": "a" * (2 << 20)}), 413)
-    assert "1 MiB" in error["message"]
 
 
 def test_an_unforeseen_exception_is_500_in_the_envelope(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ def refusal(*arguments: str) -> str:
         (["--api-key", "two words"], "--api-key (not shown) is not allowed: it must be printable ASCII without spaces"),
         (["--cors-origin", "example.org"], "--cors-origin example.org is not allowed: it must be * or like https://"),
         (["--cors-origin", "*", "--cors-origin", "https://a.example/"], "--cors-origin https://a.example/ is not"),
+        (["--max-body-mib", "0"], "--max-body-mib 0 is not allowed: it must be at least 1"),
+        (["--upload-seconds", "0"], "--upload-seconds 0.0 is not allowed: it must be a finite number above 0"),
         (["--request-seconds", "0"], "--request-seconds 0.0 is not allowed"),
     ],
 )
