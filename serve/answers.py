@@ -20,6 +20,10 @@ class Piece:
     finish_reason: FinishReason | None = None
 
 
+SILENCE = Piece(index=0, text="")
+"""What `merge` gives when there has been nothing for a while."""
+
+
 class Answer:
     """One choice of a response.
 
@@ -77,8 +81,12 @@ class Answer:
         self._tokens.cancel()
 
 
-async def merge(answers: Sequence[Answer]) -> AsyncGenerator[Piece]:
+async def merge(answers: Sequence[Answer], *, silence_seconds: float | None = None) -> AsyncGenerator[Piece]:
     """The pieces of several answers as they come. However it is left, every sequence is given up.
+
+    Args:
+        answers: numbered from 0.
+        silence_seconds: after so long without a piece comes `SILENCE`, again and again; None: never.
 
     Raises:
         EngineError: of the first answer that failed.
@@ -97,7 +105,12 @@ async def merge(answers: Sequence[Answer]) -> AsyncGenerator[Piece]:
     try:
         running = len(pumps)
         while running:
-            item = await pieces.get()
+            try:
+                async with asyncio.timeout(silence_seconds):
+                    item = await pieces.get()
+            except TimeoutError:
+                yield SILENCE
+                continue
             if isinstance(item, BaseException):
                 raise item
             if item is None:

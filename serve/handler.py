@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparda_jax.sampling import SamplingParams
-from sparda_jax.serve.answers import Answer, merge
+from sparda_jax.serve.answers import SILENCE, Answer, merge
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError
 from sparda_jax.serve.metrics import Metrics
@@ -25,6 +25,8 @@ from sparda_jax.tokenizer import Tokenizer
 
 # What nginx made the usual code for "the client went away"; nobody receives it.
 CLIENT_GONE = 499
+# A stream says something at least so often, or proxies and clients take a long prefill for a dead connection.
+KEEP_ALIVE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,8 +214,10 @@ class _Responder:
             for answer, echo in zip(self.answers, self.echoes, strict=True):
                 if (opening := self.shape.opening(answer.index, echo)) is not None:
                     yield _event(self.envelope.chunk([opening], **empty))
-            async with contextlib.aclosing(merge(self.answers)) as pieces:
+            async with contextlib.aclosing(merge(self.answers, silence_seconds=KEEP_ALIVE_SECONDS)) as pieces:
                 async for piece in pieces:
+                    if piece is SILENCE:
+                        yield ": keep-alive\n\n"
                     if piece.text:
                         yield _event(self.envelope.chunk([self.shape.piece(piece.index, piece.text)], **empty))
                     if piece.finish_reason is not None:

@@ -5,8 +5,10 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
 
+from sparda_jax.serve import handler
 from tests.serve.fakes import FakeRunner, Served, serve, wait_until
 
 LONG = {"prompt": "anything", "max_tokens": 5000, "ignore_eos": True}
@@ -43,6 +45,24 @@ def test_a_waiting_client_that_leaves_frees_its_place(served: Served) -> None:
     wait_until(lambda: running(served) == 0)
     assert len(served.runner.log) < 1000
     assert 'sparda_requests_total{endpoint="completions",status="499"} 1.0' in httpx.get(f"{served.url}/metrics").text
+
+
+def test_a_silent_stream_is_kept_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments while the prompt is prefilled, which OpenAI's client passes over; the answer is whole."""
+    monkeypatch.setattr(handler, "KEEP_ALIVE_SECONDS", 0.05)
+    served.runner.hold = threading.Event()
+    body = {"prompt": "hello", "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(6)] == [": keep-alive", ""] * 3
+        served.runner.hold.set()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    monkeypatch.setattr(handler, "KEEP_ALIVE_SECONDS", 0.001)  # and between the tokens, none of which is lost
+    served.runner.hold = threading.Event()
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        threading.Timer(0.1, served.runner.hold.set).start()
+        chunks = client.completions.create(model="tiny", prompt="hello", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "hello there"
 
 
 def test_a_full_queue_is_429_for_all_answers_of_a_request(served: Served) -> None:
