@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from sparda_jax.detokenizer import IncrementalDetokenizer
@@ -29,7 +29,7 @@ class Answer:
 
     Attributes:
         index: its place among the choices.
-        completion_tokens: tokens generated so far, an end-of-sequence token and a stop string's tokens included.
+        completion_tokens: tokens generated so far, the token or the stop string that ended it included.
         stats: what the sequence has read, where asked for.
     """
 
@@ -39,6 +39,7 @@ class Answer:
         tokens: TokenStream,
         detokenizer: IncrementalDetokenizer,
         stops: Sequence[str],
+        stop_ids: Collection[int],
         clock: TokenClock,
     ) -> None:
         self.index = index
@@ -47,6 +48,7 @@ class Answer:
         self._tokens = tokens
         self._detokenizer = detokenizer
         self._stop = StopChecker(stops)
+        self._stop_ids = frozenset(stop_ids)
         self._clock = clock
 
     async def pieces(self) -> AsyncGenerator[Piece]:
@@ -60,17 +62,20 @@ class Answer:
                 self._clock.tick()
                 self.completion_tokens += 1
                 self.stats = event.stats
-                text = "" if event.is_end else self._detokenizer.push(event.token_id)
-                if event.finish_reason is not None:
+                is_end = event.is_end or event.token_id in self._stop_ids
+                reason = "stop" if is_end else event.finish_reason
+                text = "" if is_end else self._detokenizer.push(event.token_id)
+                if reason is not None:
                     text += self._detokenizer.flush()
                 shown, stopped = self._stop.push(text)
                 if stopped:
                     yield Piece(index=self.index, text=shown, finish_reason="stop")
                     return
-                if event.finish_reason is not None:
+                if reason is not None:
                     shown += self._stop.flush()
-                    yield Piece(index=self.index, text=shown, finish_reason=event.finish_reason)
-                elif shown:
+                    yield Piece(index=self.index, text=shown, finish_reason=reason)
+                    return
+                if shown:
                     yield Piece(index=self.index, text=shown)
         finally:
             self.cancel()

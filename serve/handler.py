@@ -87,6 +87,7 @@ class Handler:
     ) -> Response:
         arrived: float = request.state.arrived
         self._check_count(body, shape, len(prompts))
+        self._prompts.check_ids("stop_token_ids", body.stop_token_ids or ())
         params = [self._sampling(body, shape, prompt.ids) for prompt in prompts]
         answers: list[Answer] = []
         try:
@@ -102,6 +103,7 @@ class Handler:
                             tokens,
                             self._tokenizer.detokenizer(),
                             body.stop,
+                            body.stop_token_ids or (),
                             self._metrics.clock(arrived),
                         )
                     )

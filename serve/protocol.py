@@ -133,7 +133,7 @@ class Request(_Strict):
 
 
 class GenerationRequest(Request):
-    """What both generating endpoints take. Extensions of OpenAI's fields: top_k, ignore_eos, return_stats."""
+    """What both generating endpoints take. Extensions of OpenAI's: top_k, stop_token_ids, ignore_eos, return_stats."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -148,6 +148,7 @@ class GenerationRequest(Request):
     ] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     return_stats: bool = False
 

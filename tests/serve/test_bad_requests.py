@@ -74,6 +74,11 @@ BOTH = [
     ("stop", ["a", "b", "c", "d", "e"]),
     ("stop", "x" * 1001),
     ("stop", {"a": 1}),
+    ("stop_token_ids", 5),
+    ("stop_token_ids[1]", [5, "a"]),
+    ("stop_token_ids[0]", [True]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [5, TOKENIZER.vocab_size]),
     ("stream", "yes"),
     ("stream", 1),
     ("stream_options", {"include_usage": True}),  # without stream
@@ -161,7 +166,7 @@ TEXT_ONLY = [
 def cases() -> Iterator[Any]:
     for path, base in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "hello"})):
         for field, value in BOTH:
-            yield pytest.param(path, base | {field: value}, field, id=f"{path}-{field}-{str(value)[:20]}")
+            yield pytest.param(path, base | {field.split("[")[0]: value}, field, id=f"{path}-{field}-{str(value)[:20]}")
     for field, value in CHAT_ONLY:
         yield pytest.param(CHAT, {"messages": value}, field, id=f"{field}-{str(value)[:30]}")
     for field, value in CHAT_FIELDS:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serve.fakes import ANSWERS, MODEL, TOKENIZER, Served, serve
+from tests.serve.tiny_tokenizer import EOS
 
 ASK = [{"role": "user", "content": "what is the number?"}]
 NUMBER = ANSWERS["number"]
@@ -118,6 +119,26 @@ def test_usage_counts_the_tokens_up_to_the_stop_string(client: openai.OpenAI) ->
     ids = TOKENIZER.encode(NUMBER, add_bos=False)
     needed = next(k for k in range(len(ids)) if "magic" in TOKENIZER.decode(ids[:k]))
     assert answer.usage.completion_tokens == needed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_ends_an_answer_like_the_models_own(client: openai.OpenAI, stream: bool) -> None:
+    ids = TOKENIZER.encode(ANSWERS["emoji"], add_bos=False)
+    for position in (0, 1, len(ids) // 2, len(ids) - 1):
+        first = ids.index(ids[position])
+        extra = {"stop_token_ids": [ids[position], EOS], "ignore_eos": True}
+        answer = chat(client, "emoji", extra_body=extra, stream=stream)
+        if stream:
+            chunks = list(answer)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert chunks[-1].choices[0].finish_reason == "stop"
+        else:
+            text = answer.choices[0].message.content
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.usage.completion_tokens == first + 1
+        assert text == TOKENIZER.decode(ids[:first])
+    last = chat(client, "number", max_tokens=1, extra_body={"stop_token_ids": TOKENIZER.encode(NUMBER)[1:2]})
+    assert last.choices[0].finish_reason == "stop"  # though it is the last one allowed
 
 
 def test_n_answers_have_seeds_of_their_own_and_are_reproducible(client: openai.OpenAI) -> None:
