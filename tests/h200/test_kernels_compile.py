@@ -1,6 +1,8 @@
 """Every kernel is compiled for an H200: registers that hold everything, updates in place, no copies."""
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import pytest
@@ -12,12 +14,21 @@ from tests.h200.harness import compile_for_h200, needs_compiler
 pytestmark = needs_compiler
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize(
-    ("operation", "backend"),
-    [(name, backend) for name in OPERATIONS for backend in (Backend.TRITON, Backend.MOSAIC_GPU)]
-    + [(name, Backend.TRITON) for name in TRITON_OPERATIONS],
-)
+def _cases() -> list[Any]:
+    """All kernels at all sizes; in the short run those that nothing chooses, at one size."""
+    found = []
+    for operation, geometry in itertools.product(OPERATIONS | TRITON_OPERATIONS, GEOMETRIES):
+        for backend in (Backend.TRITON, Backend.MOSAIC_GPU) if operation in OPERATIONS else (Backend.TRITON,):
+            # Block selection is Triton's on every GPU (MEASURED_BEST).
+            unused = operation.startswith("select") and backend is Backend.MOSAIC_GPU and geometry != "8b-16"
+            marks = [pytest.mark.slow] if unused else []
+            found.append(
+                pytest.param(operation, geometry, backend, marks=marks, id=f"{operation}-{backend}-{geometry}")
+            )
+    return found
+
+
+@pytest.mark.parametrize(("operation", "geometry", "backend"), _cases())
 def test_kernels_fit_an_h200(operation: str, geometry: str, backend: Backend) -> None:
     case = (OPERATIONS | TRITON_OPERATIONS)[operation](GEOMETRIES[geometry])
     call = functools.partial(case.call, backend=backend)
