@@ -53,8 +53,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 console = Console(soft_wrap=True)
 
 DataOption = Annotated[Path, typer.Option(help="Folder that sparda_jax.pretrain.prepare wrote.")]
-WorkersOption = Annotated[int, typer.Option(help="Processes that make batches.")]
-ScaleOption = Annotated[float, typer.Option(help="Multiplies the length of every phase.")]
+WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that make batches.")]
+ScaleOption = Annotated[float, typer.Option(min=0, help="Multiplies the length of every phase.")]
 BatchOption = Annotated[int, typer.Option(help="Tokens of a step.")]
 WORKERS = max(1, (os.cpu_count() or 2) - 2)
 
@@ -69,8 +69,8 @@ def train(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """First stage: train from random weights."""
+    recipe = _recipe(PRETRAINING, seed, batch_tokens, scale)
     description, generation = _description(data)
-    recipe = dataclasses.replace(PRETRAINING, seed=seed, batch_tokens=batch_tokens).scaled(scale)
     config = ModelConfig.from_hf(description, generation)
     model = Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     _run(model, recipe, description, generation, data, out, workers)
@@ -87,8 +87,9 @@ def adapt(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Second stage: mostly sparse attention, with the loss that teaches selection."""
-    recipe = dataclasses.replace(ADAPTATION, seed=seed, batch_tokens=batch_tokens).scaled(scale)
-    _run(load_model(start, dtype=jnp.float32), recipe, *_description(data), data, out, workers)
+    recipe = _recipe(ADAPTATION, seed, batch_tokens, scale)
+    described = _description(data)
+    _run(_load(start), recipe, *described, data, out, workers)
 
 
 @app.command()
@@ -102,8 +103,9 @@ def refine(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Third stage: words and numbers that can only be copied token by token, dense and sparse."""
-    recipe = dataclasses.replace(REFINEMENT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
-    _run(load_model(start, dtype=jnp.float32), recipe, *_description(data), data, out, workers)
+    recipe = _recipe(REFINEMENT, seed, batch_tokens, scale)
+    described = _description(data)
+    _run(_load(start), recipe, *described, data, out, workers)
 
 
 @app.command()
@@ -123,18 +125,42 @@ def foresee(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Fourth stage: the model and its Forecast together, half of the steps routed by the Forecast."""
-    recipe = dataclasses.replace(SETTLING if settle else FORESIGHT, seed=seed, batch_tokens=batch_tokens).scaled(scale)
+    recipe = _recipe(SETTLING if settle else FORESIGHT, seed, batch_tokens, scale)
+    described = _description(data)
+    _run(_load(start, forecast=forecast, require_forecast=True), recipe, *described, data, out, workers)
+
+
+def _recipe(recipe: Recipe, seed: int, batch_tokens: int, scale: float) -> Recipe:
+    """As the options say."""
+    longest = max(phase.seq_len for phase in recipe.phases)
+    if batch_tokens < longest:
+        raise typer.BadParameter(f"--batch-tokens {batch_tokens}: it must be at least {longest}, the longest sequence.")
+    return dataclasses.replace(recipe, seed=seed, batch_tokens=batch_tokens).scaled(scale)
+
+
+def _load(start: Path, **options: Any) -> Decoder:
+    """The weights to begin with; what is wrong with them ends the command."""
     try:
-        model = load_model(start, dtype=jnp.float32, forecast=forecast, require_forecast=True)
+        return load_model(start, dtype=jnp.float32, **options)
     except (CheckpointError, ConfigError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    _run(model, recipe, *_description(data), data, out, workers)
+        raise _failure(error) from error
+
+
+def _failure(why: object) -> typer.Exit:
+    """Says why the command can't go on; to be raised."""
+    typer.echo(f"error: {why}", err=True)
+    return typer.Exit(1)
 
 
 def _description(data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """``config.json`` and ``generation_config.json`` of the model for this tokenizer."""
-    generation = json.loads((data / "tokenizer" / "generation_config.json").read_text())
+    file = data / "tokenizer" / "generation_config.json"
+    if not file.is_file():
+        raise _failure(
+            f"--data {data} holds no tokenizer/{file.name}: give the folder that "
+            "`python -m sparda_jax.pretrain.prepare` wrote"
+        )
+    generation = json.loads(file.read_text())
     vocab_size = Tokenizer.from_pretrained(data / "tokenizer").vocab_size
     return hf_config(vocab_size, generation["bos_token_id"], generation["eos_token_id"]), generation
 
@@ -215,8 +241,7 @@ def forecast_texts(
             write_texts(data, file, split, count, config, num_workers=workers, overwrite=overwrite)
             console.print(f"{file}: {count} documents, {file.stat().st_size / 1e6:.1f} MB")
     except (CheckpointError, OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise _failure(error) from error
 
 
 @app.command()
@@ -244,8 +269,7 @@ def evaluate(
     try:
         runners = load_modes(model, chosen, max(sizes) + EVAL_NEW_TOKENS, forecast=forecast)
     except (CheckpointError, ConfigError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise _failure(error) from error
     for runner in runners:
         for (kind, length), questions in asked.items():
             started = time.perf_counter()
