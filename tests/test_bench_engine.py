@@ -1,5 +1,6 @@
 """The engine's benchmark on a toy model: it measures what its rows say. The times themselves need a GPU."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -75,6 +76,29 @@ def test_a_long_prompt_that_ends_too_early_is_an_error_of_its_row(
     beside = found["first token of a short prompt, beside a long one"]
     assert (beside.value, beside.error, beside.met) == (None, "give a longer --long", False)
     assert found["forced parking"].met
+
+
+def test_answers_that_end_before_all_lanes_decode_are_an_error_of_their_row(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = iter([range(10), range(20, 30)])
+
+    async def in_turn(_: object) -> list[float]:
+        return [float(at) for at in next(arrivals)]
+
+    monkeypatch.setattr(runs, "_arrivals", in_turn)
+    with pytest.raises(runs.TooShort, match="give a longer --answer and more --steps"):
+        runs.with_engine(subject, lambda engine: runs.engine_rate(engine, subject))
+
+    async def too_short(*_: object) -> runs.Rate:
+        raise runs.TooShort("give a longer --answer")
+
+    monkeypatch.setattr(runs, "engine_rate", too_short)
+    found = itertools.islice(rows.measure(subject, lambda _: None, targets=True), 2)
+    assert [(row.name, row.backend, row.error) for row in found] == [
+        ("decode", "bare lanes", None),
+        ("decode", "engine", "give a longer --answer"),
+    ]
 
 
 def test_every_prompt_begins_with_the_prefix_and_is_its_own(subject: Subject) -> None:

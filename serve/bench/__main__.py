@@ -1,6 +1,5 @@
 """``python -m sparda_jax.bench engine``: the server's engine without HTTP, beside the bare decode lanes."""
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -12,15 +11,20 @@ import typer
 from flax import nnx
 from rich.console import Console
 
+from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, slots_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
-from sparda_jax.checkpoint import load_model
+from sparda_jax.checkpoint import CheckpointError, load_model
+from sparda_jax.config import ConfigError
 from sparda_jax.model import Decoder
 from sparda_jax.selection import Mode
 from sparda_jax.serve.bench.rows import METHOD, measure
+from sparda_jax.serve.bench.runs import LEAST_ANSWER
 from sparda_jax.serve.bench.subject import Load, make_subject
 from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+# InfiniGen's sequences share no blocks.
+_MODES = [mode.value for mode in Mode if mode is not Mode.INFINIGEN]
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -59,26 +63,45 @@ def engine(
     def say(line: str) -> None:
         console.print(f"[{time.perf_counter() - began:6.1f} s] {line}", markup=False, highlight=False)
 
-    if model is None:
-        config = SHAPES[shape] if layers is None else dataclasses.replace(SHAPES[shape], num_layers=layers)
-        decoder = Decoder(config, has_forecast=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    else:
-        decoder = load_model(model)
-    jax.block_until_ready(nnx.state(decoder))
-    say("the weights are there")
-    chosen = Mode(mode or ("sparda" if decoder.has_forecast else "sparse"))
-    load = Load(
-        batch=batch,
-        context=context,
-        answer=answer,
-        hit=hit,
-        short=short,
-        longs=tuple(min(int(text), context - 1) for text in long.split(",")),
-        computed=computed,
-        steps=steps,
-        block_size=decoder.config.sparse.block_size,
-    )
-    subject = make_subject(decoder, chosen, load, slots=slots)
+    check_writable(json_out)
+    slots_of(slots)
+    for option, value, least in (
+        ("--batch", batch, 1),
+        ("--answer", answer, LEAST_ANSWER),
+        ("--hit", hit, 0),
+        ("--short", short, 1),
+        ("--computed", computed, 0),
+        ("--steps", steps, 1),
+    ):
+        at_least(option, value, least)
+    longs = whole_numbers("--long", long)
+    at_least("--context", context, short + 1)
+    asked = None if mode is None else Mode(one_of("--mode", mode, _MODES))
+    try:
+        if model is None:
+            decoder = Decoder(geometry(shape, layers), has_forecast=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        else:
+            decoder = load_model(model)
+        jax.block_until_ready(nnx.state(decoder))
+        say("the weights are there")
+        block_size = decoder.config.sparse.block_size
+        # For a prefix of a block, and a block of a request's own.
+        at_least("--context", context, answer + 2 * block_size)
+        load = Load(
+            batch=batch,
+            context=context,
+            answer=answer,
+            hit=hit,
+            short=short,
+            longs=tuple(min(length, context - 1) for length in longs),
+            computed=computed,
+            steps=steps,
+            block_size=block_size,
+        )
+        chosen = asked or (Mode.SPARDA if decoder.has_forecast else Mode.SPARSE)
+        subject = make_subject(decoder, chosen, load, slots=slots)
+    except (CheckpointError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
     say(f"{load.prefix} tokens are in the cache; {subject.executor.lanes.shape}")
     rows: list[Row] = []
     for row in measure(subject, say, targets=jax.default_backend() == "gpu" and layers is None):

@@ -20,6 +20,8 @@ Say = Callable[[str], None]
 """Takes a line on what happens."""
 
 WARM_STEPS = 8
+LEAST_ANSWER = WARM_STEPS + 2
+"""Tokens of an answer of which a decode step can be timed."""
 SAMPLES = 5
 SETTLE_SECONDS = 0.1
 """Between two first tokens: the blocks of the request before go to the pool meanwhile."""
@@ -29,7 +31,7 @@ PARKED_TOKENS = 48
 
 
 class TooShort(Exception):
-    """A prompt ended before what was to be measured beside it."""
+    """A prompt or an answer ended before what was to be measured beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,11 @@ def bare_rate(subject: Subject, say: Say) -> Rate:
 
 
 async def engine_rate(engine: Engine, subject: Subject) -> Rate:
-    """The engine with a request in every lane, from when all decode until the first one ends."""
+    """The engine with a request in every lane, from when all decode until the first one ends.
+
+    Raises:
+        TooShort: the first one ends before all decode.
+    """
     load, lanes = subject.load, subject.executor.lanes
     params = SamplingParams(max_tokens=min(load.answer, load.steps + 4 * load.batch + WARM_STEPS))
     before = lanes.return_stats()
@@ -97,6 +103,8 @@ async def engine_rate(engine: Engine, subject: Subject) -> Rate:
     times = await asyncio.gather(*map(_arrivals, streams))
     began = max(own[WARM_STEPS] for own in times)
     ended = min(own[-1] for own in times)
+    if ended <= began:
+        raise TooShort("an answer ends before all lanes decode: give a longer --answer and more --steps")
     tokens = sum(began < at <= ended for own in times for at in own)
     return Rate(
         tokens_per_second=tokens / (ended - began),

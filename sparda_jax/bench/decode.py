@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from rich.console import Console
 
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
+from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, slots_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
@@ -320,10 +321,8 @@ def measure(model: Decoder, case: Case) -> Measured:
 
 def _slots(text: str, config: ModelConfig, case: Case) -> int | None:
     """What ``--slots`` says for a case."""
-    if text == "least":
-        return None
     if text != "auto":
-        return int(text)
+        return slots_of(text)
     demand = Demand(
         config=config,
         dtype=jnp.dtype(jnp.bfloat16),
@@ -351,17 +350,21 @@ def decode(
     commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
 ) -> None:
     """Time whole decode steps on this machine's GPU, beside floors, the reference's times and the targets."""
+    check_writable(json_out)
+    config = geometry(shape, layers)
+    ways = [one_of("--way", name, WAYS) for name in way.split("/")]
+    batches = whole_numbers("--batch", batch)
+    counts = [None if text == "natural" else whole_numbers("--misses", text, 0)[0] for text in misses.split(",")]
+    at_least("--context", context, 1)
+    slots_of(slots)
     if jax.default_backend() != "gpu":
         raise typer.BadParameter("the benchmark needs an NVIDIA GPU, and JAX sees none here: run it on a GPU machine.")
-    config = SHAPES[shape]
-    if layers:
-        config = dataclasses.replace(config, num_layers=layers)
     model = Decoder(config, has_forecast=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     whole = context == CONTEXT and layers is None
     rows: list[Row] = []
-    for name in way.split("/"):
-        for size in map(int, batch.split(",")):
-            for count in (None if text == "natural" else int(text) for text in misses.split(",")):
+    for name in ways:
+        for size in batches:
+            for count in counts:
                 case = Case(way=name, batch=size, context=context, misses=count)
                 case = dataclasses.replace(case, slots=_slots(slots, config, case))
                 if case.streams and rows and (rows[-1].name, rows[-1].settings["batch"]) == (name, size):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from flax import nnx
 from rich.console import Console
 
+from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, whole_numbers
 from sparda_jax.bench._prefill_cases import Overlap, work
 from sparda_jax.bench._prefill_parts import METHOD as PARTS_METHOD
 from sparda_jax.bench._prefill_parts import parts
@@ -27,6 +29,8 @@ from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True)
+# InfiniGen has a selection of its own in decode only.
+_MODES = [mode.value for mode in Mode if mode is not Mode.INFINIGEN]
 TARGET = {(Mode.SPARDA, 131072): 22_000}
 """Tokens per second of one sequence or a batch; the paper has 17,087 for 4 sequences on an H100."""
 METHOD = (
@@ -199,8 +203,23 @@ def _row(config: ModelConfig, case: Case, length: int, found: Measured, compilin
     )
 
 
+def _lengths(option: str, text: str, config: ModelConfig) -> list[int]:
+    lengths, block_size = whole_numbers(option, text), config.sparse.block_size
+    if max(lengths) % block_size:
+        raise typer.BadParameter(f"{option} {text}: the longest must be a multiple of {block_size}, a block.")
+    return lengths
+
+
 def _percents(text: str) -> list[float | None]:
-    return [None if part == "natural" else float(part) for part in text.split(",")]
+    percents: list[float | None] = []
+    for part in text.split(","):
+        try:
+            percents.append(None if part == "natural" else float(part))
+        except ValueError:
+            percents.append(math.nan)
+    if not all(percent is None or 0 <= percent <= 100 for percent in percents):
+        raise typer.BadParameter(f"--overlap {text!r}: give numbers from 0 to 100, or natural, separated by commas.")
+    return percents
 
 
 def prefill(
@@ -222,18 +241,22 @@ def prefill(
     commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
 ) -> None:
     """Time prefill of whole prompts and of a layer's parts on this machine's GPU, beside floors and targets."""
+    check_writable(json_out)
+    config = geometry(shape, layers, least_layers=2 if part_times else 1)
+    at_least("--batch", batch, 1)
+    at_least("--chunk", chunk, 1)
+    chosen = [Mode(one_of("--modes", name, _MODES)) for name in modes.split(",")]
+    sizes = {mode: _lengths("--lengths", lengths, config) for mode in chosen}
+    if dense_lengths is not None and Mode.DENSE in sizes:
+        sizes[Mode.DENSE] = _lengths("--dense-lengths", dense_lengths, config)
+    longest = max(max(some) for some in sizes.values())
+    if part_times and chunk > longest:
+        raise typer.BadParameter(f"--chunk {chunk}: with --parts it must not exceed the longest prompt, {longest}.")
+    percents = _percents(overlap)
     if jax.default_backend() != "gpu":
         raise typer.BadParameter("the benchmark needs an NVIDIA GPU, and JAX sees none here: run it on a GPU machine.")
     began = time.perf_counter()
     until = float("inf") if limit_seconds is None else began + limit_seconds
-    config = SHAPES[shape]
-    if layers:
-        config = dataclasses.replace(config, num_layers=layers)
-    chosen = [Mode(name) for name in modes.split(",")]
-    sizes = {mode: [int(n) for n in lengths.split(",")] for mode in chosen}
-    if dense_lengths and Mode.DENSE in sizes:
-        sizes[Mode.DENSE] = [int(n) for n in dense_lengths.split(",")]
-    percents = _percents(overlap)
     model = random_model(config, has_forecast=True)
     jax.block_until_ready(nnx.state(model))
     rows: list[Row] = []
@@ -265,8 +288,7 @@ def prefill(
             add(_row(config, program.case, length, found, spent, whole=layers is None))
         program.free()
     if part_times and time.perf_counter() < until:
-        length = max(max(some) for some in sizes.values())
-        for row in parts(model, chosen, length, chunk, [0, *(p for p in percents if p)]):
+        for row in parts(model, chosen, longest, chunk, [0, *(p for p in percents if p)]):
             add(row)
             if time.perf_counter() > until:
                 break
