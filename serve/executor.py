@@ -238,9 +238,10 @@ class Executor:
             self._count(sequence)
         sequence.known += 1
         # Decode rounds in its own way, so what it stores is not what a chunk would have.
-        if sequence.chain is not None and not self._deterministic:
-            sequence.chain.extend([token], self.selects(sequence.known))
-            self._publish(sequence)
+        if sequence.chain is None or self._deterministic or self._selects_otherwise(sequence):
+            return
+        sequence.chain.extend([token], self.selects(sequence.known))
+        self._publish(sequence)
 
     def release(self, sequence: LaneSequence) -> None:
         """The sequence is over, whatever it was doing; its finished blocks can be found until their place is needed."""
@@ -341,6 +342,16 @@ class Executor:
     def selects(self, length: int) -> bool:
         """Whether a token attends to a selection, in a sequence of so many tokens."""
         return self.runner.mode is not Mode.DENSE and length >= self.runner.config.sparse.dense_len
+
+    def _selects_otherwise(self, sequence: LaneSequence) -> bool:
+        """Whether the newest token, and so all behind it, has read other blocks than a prompt's token would have."""
+        assert sequence.chain is not None
+        config = self.runner.config.sparse
+        return (
+            self.runner.mode is Mode.SPARDA_DECODE_ONLY
+            and self.selects(sequence.known)
+            and len(sequence.chain.keys) >= config.num_selected_blocks
+        )
 
     def _count(self, sequence: LaneSequence) -> None:
         """What the step that gave the newest token has read: a selection is as wide as the sequence allows."""

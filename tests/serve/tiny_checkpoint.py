@@ -12,7 +12,7 @@ from sparda_jax.model import Decoder
 from tests.serve.tiny_tokenizer import BOS, EOS, IM_END, train_backend, write_tokenizer
 
 
-def write_checkpoint(folder: Path, **config: Any) -> Path:
+def write_checkpoint(folder: Path, *, has_forecast: bool = False, **config: Any) -> Path:
     """Writes tokenizer, config and weights under ``folder / "tiny"``; ``config`` replaces entries of config.json."""
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
@@ -38,7 +38,7 @@ def write_checkpoint(folder: Path, **config: Any) -> Path:
         "eos_token_id": [EOS, IM_END],
         "sparse_config": {"init_blocks": 1, "window_size": 64, "topk": 2, "dense_len": 256},
     } | config
-    model = Decoder(ModelConfig.from_hf(data), has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = Decoder(ModelConfig.from_hf(data), has_forecast=has_forecast, dtype=jnp.float32, rngs=nnx.Rngs(0))
     out = folder / "tiny"
     save_hf(model, tokenizer, out, data, generation_config={"do_sample": False, "eos_token_id": [EOS, IM_END]})
     return out
