@@ -17,7 +17,7 @@ SHAPES = {"8b": (32, 2, 128, 131072), "small": (8, 1, 64, 16384), "bundled": (6,
 
 
 @pytest.mark.parametrize("backend", [Backend.TRITON, Backend.MOSAIC_GPU])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(x, marks=[pytest.mark.slow] if x == "small" else []) for x in SHAPES])
 def test_kernels_fit_an_h200(shape: str, backend: Backend) -> None:
     heads, kv_heads, head_dim, capacity = SHAPES[shape]
     batch, q_len = 2, 4096

@@ -15,8 +15,11 @@ pytestmark = needs_compiler
 @pytest.mark.parametrize("scorer", Scorer)
 @pytest.mark.parametrize(
     ("batch", "q_len", "group", "head_dim", "blocks"),
-    [(1, 4096, 16, 128, 2048), (2, 2048, 16, 128, 2048), (1, 1000, 3, 64, 256)],
-    ids=["8b-4k", "8b-two-2k", "small"],
+    [
+        pytest.param(1, 4096, 16, 128, 2048, id="8b-4k"),
+        pytest.param(2, 2048, 16, 128, 2048, id="8b-two-2k", marks=pytest.mark.slow),
+        pytest.param(1, 1000, 3, 64, 256, id="small"),
+    ],
 )
 def test_prefill_selection_fits_an_h200(
     scorer: Scorer, batch: int, q_len: int, group: int, head_dim: int, blocks: int

@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from sparda_jax.cache.state import empty_state
@@ -40,6 +41,7 @@ def compiled() -> Compiled:
     return compile_for_h200(step, weights, state, pools, ids, ids, sampling, flags=flags, donate_argnums=1)
 
 
+@pytest.mark.slow
 def test_a_layer_computes_between_the_start_and_the_end_of_the_next_copy() -> None:
     program = compiled()
     beside = ["kAsyncStart", "kCommandBuffer", "kAsyncDone"]

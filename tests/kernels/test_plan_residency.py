@@ -141,7 +141,7 @@ class PlanResidencyCases:
     """What every backend must do."""
 
     @pytest.mark.parametrize("name", GEOMETRIES)
-    @pytest.mark.parametrize("keep", [0.0, 0.9])
+    @pytest.mark.parametrize("keep", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
     def test_long_runs_agree_with_the_clock(self, backend: str, steps: int, name: str, keep: float) -> None:
         """Tails move over block boundaries, write-back lags, lanes fall idle; there are more blocks than slots."""
         if name == "odd" and backend == Backend.MOSAIC_GPU:
@@ -168,6 +168,7 @@ class PlanResidencyCases:
             evicted += int(((before >= 0) & (np.asarray(simulation.state.slot_of_block) < 0)).sum())
         assert evicted > 0 or name == "long"
 
+    @pytest.mark.slow
     def test_short_chunks(self, backend: str) -> None:
         """The hand looks at 8 slots at a time, and its walks start and end anywhere in them, and wrap."""
         if backend == Backend.REFERENCE:

@@ -8,6 +8,8 @@ from sparda_jax.pallas_kernels.block_selection.mosaic_gpu import top_blocks
 from tests.kernels.select_suite import SelectBlocksCompiled, SelectBlocksDecode
 
 
+# Nothing chooses these kernels (MEASURED_BEST has Triton's), and interpreting them takes minutes.
+@pytest.mark.slow
 class TestMosaic(SelectBlocksDecode):
     backend = "mosaic_gpu"
     seeds = 1

@@ -33,8 +33,8 @@ class TestTritonCompiled(SelectBlocksPrefillCompiled):
     backend = "triton"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(("blocks", "num_selected"), [(70, 12), (300, 80), (40, 4)])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("blocks", "num_selected"), [(70, 12), pytest.param(300, 80, marks=pytest.mark.slow), (40, 4)])
 def test_the_choice_from_given_scores(blocks: int, num_selected: int, parts: int):
     """Ties, infinities, signed zeros and one level; what does not compete is NaN."""
     rng = np.random.default_rng(blocks)

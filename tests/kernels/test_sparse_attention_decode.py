@@ -185,6 +185,7 @@ class DecodeAttention:
         found, expected = run(case, backend).astype(np.float64), attention_float64(case)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", [triton, mosaic_gpu], ids=["triton", "mosaic_gpu"])
     def test_more_parts_than_are_added_at_once(self, kernels: ModuleType):
         """As in lists of several hundred records: 37 parts. Only two are empty, or all, or all but one more than 16."""

@@ -94,7 +94,7 @@ class TestGoingOn:
 
 
 class TestAccumulation:
-    @pytest.mark.parametrize("objective", Objective)
+    @pytest.mark.parametrize("objective", [Objective.PUBLISHED, pytest.param(Objective.BLOCKS, marks=pytest.mark.slow)])
     def test_micro_batches_are_a_batch(self, tmp_path: Path, objective: Objective) -> None:
         """The same rows in one, two or four parts: the same step, although rows have different numbers of tokens."""
         lengths = (500, 300, 400, 512, 350, 260, 480, 300)
