@@ -92,7 +92,6 @@ class Handler:
         answers: list[Answer] = []
         try:
             for prompt, variants in zip(prompts, params, strict=True):
-                self._metrics.prompt(len(prompt.ids))
                 for variant in variants:
                     tokens = await self._engine.submit(
                         prompt.ids, variant, ignore_eos=body.ignore_eos, with_stats=body.return_stats
@@ -110,6 +109,9 @@ class Handler:
         except EngineError as error:
             _cancel(answers)
             raise ApiError.of(error) from error
+        # Only now: a request that is refused takes no prompt in.
+        for prompt in prompts:
+            self._metrics.prompt(len(prompt.ids))
         response = _Responder(
             request=request,
             envelope=Envelope(shape, self._info.model),

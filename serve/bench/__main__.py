@@ -114,4 +114,4 @@ def engine(
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="python -m sparda_jax.bench")

@@ -65,11 +65,19 @@ def test_a_silent_stream_is_kept_alive(served: Served, monkeypatch: pytest.Monke
         assert "".join(chunk.choices[0].text for chunk in chunks) == "hello there"
 
 
+def prompt_tokens(served: Served) -> float:
+    found = re.search(r"^sparda_prompt_tokens_total (\S+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def test_a_full_queue_is_429_for_all_answers_of_a_request(served: Served) -> None:
     served.runner.hold = threading.Event()
     with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}):
         wait_until(lambda: running(served) == 1)
+        before = prompt_tokens(served)
         full = httpx.post(f"{served.url}/v1/completions", json={"prompt": "hello", "n": 2})
+        assert prompt_tokens(served) == before > 0  # of those that were taken in
         assert full.status_code == 429
         assert full.json()["error"]["type"] == "rate_limit_error"
         assert full.headers["retry-after"] == "1"
