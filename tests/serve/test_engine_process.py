@@ -226,13 +226,18 @@ async def statuses(url: str) -> tuple[int, int]:
         return posted.status_code, (await client.get("/health")).status_code
 
 
+def taken_in(metrics: dict[str, float]) -> float:
+    return metrics["sequences_running"] + metrics["sequences_queued"]
+
+
 def test_killed_it_starts_again_and_sigterm_lets_it_finish(scored_checkpoint: Path, programs: Path) -> None:
     body = {"prompt": "hello there", "max_tokens": 5}
 
     @contextlib.asynccontextmanager
     async def busy(client: httpx.AsyncClient, count: int) -> AsyncIterator[list[asyncio.Task[Any]]]:
         tasks = [asyncio.create_task(ask(client, ENDLESS)) for _ in range(count)]
-        while idle(server.metrics()):
+        # All of them: one that came after the signal would be refused.
+        while taken_in(server.metrics()) < count:
             await asyncio.sleep(0.01)
         yield tasks
         await asyncio.gather(*tasks, return_exceptions=True)
