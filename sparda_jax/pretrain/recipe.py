@@ -138,8 +138,6 @@ ADAPTATION = Recipe(
     long_fraction=0.8,
 )
 
-_COPYING = Spelling(invented_words=0.35, few_digits=0.35)
-
 # Third stage: from the weights of the second, whose wrong answers were misspelt ones: a held-out word that begins like
 # a known one, a digit lost among equal digits. Invented words and numbers of few digits leave nothing to guess from.
 REFINEMENT = Recipe(
@@ -156,25 +154,19 @@ REFINEMENT = Recipe(
     text_fraction=0.35,
     long_fraction=0.7,
     answer_weight=4.0,
-    spelling=_COPYING,
+    spelling=Spelling(invented_words=0.35, few_digits=0.35),
 )
 
 # Fourth stage: from the weights of the third and a Forecast that was trained on them. What a layer looks for has to be
 # known a layer earlier; a model that was trained without a Forecast does not always know it by then.
-FORESIGHT = Recipe(
+FORESIGHT = dataclasses.replace(
+    REFINEMENT,
     phases=(
         Phase(seq_len=4096, tokens=80, modes=(SPARDA, SPARSE, SPARDA, DENSE)),
         Phase(seq_len=8192, tokens=80, modes=(SPARDA, SPARSE)),
     ),
     peak_learning_rate=5e-4,
-    final_learning_rate=2e-5,
-    warmup_steps=50,
-    routing_weight=0.1,
     foresight_weight=0.3,
-    text_fraction=0.35,
-    long_fraction=0.7,
-    answer_weight=4.0,
-    spelling=_COPYING,
 )
 
 # Its second half: the first leaves sparse recall lower than it found it (docs/performance.md).
