@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -101,6 +100,9 @@ def main(
     ] = 300.0,
     request_seconds: Annotated[float, typer.Option(help="A request that takes longer in all fails.")] = 3600.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Log lines for people, or one JSON object a line.")
+    ] = "text",
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -123,10 +125,10 @@ def main(
     from sparda_jax.checkpoint import CheckpointError
     from sparda_jax.config import ConfigError
     from sparda_jax.serve.launch import serve
+    from sparda_jax.serve.logs import start_console
     from sparda_jax.serve.settings import Settings, SettingsError
     from sparda_jax.tokenizer import TokenizerError
 
-    console = Console()
     try:
         chosen = {} if model is None else {"model": model}
         settings = Settings(
@@ -153,13 +155,14 @@ def main(
             drain_seconds=drain_seconds,
             stuck_seconds=stuck_seconds,
             access_log=access_log,
+            log_format=log_format,
             api_key=api_key,
             cors_origins=tuple(cors_origin or ()),
             max_body_mib=max_body_mib,
             upload_seconds=upload_seconds,
             **chosen,
         )
-        serve(settings, console)
+        serve(settings, start_console(log_format))
     except (SettingsError, ConfigError, CheckpointError, TokenizerError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

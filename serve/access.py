@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparda_jax.serve.errors import ApiError, UnforeseenErrors
+from sparda_jax.serve.logs import AccessLog
 from sparda_jax.serve.request_id import HEADER, RequestIds
 
 # Paths that need the key, and all below them; probes, metrics and the version need none.
@@ -62,7 +63,7 @@ class ApiKeyCheck:
 
 
 def install(app: FastAPI, access: Access) -> None:
-    """Adds the checks.
+    """Adds the checks, and the access log.
 
     What is added last is outermost: every error passes through CORS, or pages could not read it, and all has an id.
     """
@@ -77,6 +78,7 @@ def install(app: FastAPI, access: Access) -> None:
             allow_headers=["*"],  # OpenAI's client sends a dozen of its own
             expose_headers=["Retry-After", HEADER],
         )
+    app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
 
 

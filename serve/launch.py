@@ -19,6 +19,7 @@ from sparda_jax.selection import Mode
 from sparda_jax.serve.access import Access
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.logs import configure
 from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt, settle_chunks
 from sparda_jax.serve.report import Report, curl
 from sparda_jax.serve.server import Server, bind, leave, url_of
@@ -90,6 +91,7 @@ def serve(settings: Settings, console: Console) -> None:
     Raises:
         SettingsError, ConfigError, CheckpointError, TokenizerError: nothing was served; the message says why.
     """
+    configure(settings.log_format, access_log=settings.access_log)
     with bind(settings.host, settings.port) as listener:
         _serve(settings, console, listener)
 

@@ -2,6 +2,7 @@
 
 import re
 import uuid
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,6 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "X-Request-Id"
 # What a client may choose: short, and nothing that could break a log line or a header.
 _ALLOWED = re.compile(r"[!-~]{1,128}")
+# Of the request that this code runs for; `None` outside of one.
+CURRENT: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class RequestIds:
@@ -27,6 +30,7 @@ class RequestIds:
         given = Headers(scope=scope).get(HEADER, "")
         request_id = given if _ALLOWED.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        CURRENT.set(request_id)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -4,11 +4,9 @@ import os
 import signal
 import socket
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import LOGGING_CONFIG
 
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.settings import Settings, SettingsError
@@ -58,9 +56,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_config=_log_config(settings.access_log),
-                log_level="info" if settings.access_log else "warning",
-                access_log=settings.access_log,
+                log_config=None,  # `logs.configure` has done it
+                access_log=False,  # `AccessLog` knows more
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
@@ -92,12 +89,6 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _log_config(access_log: bool) -> dict[str, Any]:
-    """uvicorn's, with this package's own lines in it; with the access log also those about refused requests."""
-    own = {"handlers": ["default"], "level": "INFO" if access_log else "WARNING", "propagate": False}
-    return {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "sparda_jax.serve": own}}
 
 
 def leave(code: int, engine: Engine) -> None:

@@ -65,6 +65,7 @@ class Settings:
     stuck_seconds: float = 300.0
     request_seconds: float = 3600.0
     access_log: bool = False
+    log_format: Literal["text", "json"] = "text"
     api_key: str | None = dataclasses.field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     max_body_mib: int = 32
