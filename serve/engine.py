@@ -34,6 +34,9 @@ from sparda_jax.serve.scheduler import NeverFits, Phase, Scheduler, Turn
 
 logger = logging.getLogger(__name__)
 
+# So long another thread keeps the engine's waiting at most, in place of Python's 5 ms: a step hardly takes longer.
+# For `sys.setswitchinterval`, in the processes that run an engine.
+SWITCH_SECONDS = 0.0005
 # So many requests failing in a row, none succeeding in between, is the device's fault and not the requests'.
 FAILURES_IN_A_ROW = 3
 # An idle engine thread answers within milliseconds; this leaves room for a machine that is out of breath.

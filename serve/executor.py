@@ -240,7 +240,7 @@ class Executor:
         # Decode rounds in its own way, so what it stores is not what a chunk would have.
         if sequence.chain is None or self._deterministic or self._selects_otherwise(sequence):
             return
-        sequence.chain.extend([token], self.selects(sequence.known))
+        sequence.chain.append(token, self.selects(sequence.known))
         self._publish(sequence)
 
     def release(self, sequence: LaneSequence) -> None:

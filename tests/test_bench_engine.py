@@ -36,6 +36,7 @@ def subject() -> Subject:
 
 def test_rows_say_what_was_measured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "SAMPLES", 2)
+    monkeypatch.setattr(runs, "ROUNDS", 3)
     monkeypatch.setattr(runs, "SETTLE_SECONDS", 0.0)
     said: list[str] = []
     found = list(rows.measure(subject, said.append, targets=True))
@@ -43,6 +44,8 @@ def test_rows_say_what_was_measured(subject: Subject, monkeypatch: pytest.Monkey
     bare, engine, idle, busy, alone, beside, parked = found
     assert bare.value is not None
     assert engine.value is not None
+    assert len(bare.settings["all"]) == len(engine.settings["all"]) == 3
+    assert sorted(engine.settings["all"])[1] == round(engine.value), "the median"
     assert engine.target == rows.ENGINE_SHARE * bare.value
     assert engine.settings["of_bare"] == round(engine.value / bare.value, 3)
     assert bare.settings["steps"] == LOAD.steps <= engine.settings["steps"]
@@ -57,7 +60,7 @@ def test_rows_say_what_was_measured(subject: Subject, monkeypatch: pytest.Monkey
     assert beside.settings["times_alone"] == round(beside.value / alone.value, 2)
     assert (parked.value, parked.target, parked.settings["requests"]) == (0, 0, 4)
     assert parked.settings["parks"] >= 4
-    assert len(said) == 5
+    assert len(said) == 4
     # Nobody is left, but for the prefix.
     blocks = subject.executor.blocks
     assert blocks.num_free == blocks.num_blocks - LOAD.prefix // 64
@@ -66,10 +69,11 @@ def test_rows_say_what_was_measured(subject: Subject, monkeypatch: pytest.Monkey
 def test_a_long_prompt_that_ends_too_early_is_an_error_of_its_row(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def too_short(*_: object) -> list[float]:
+    async def too_short(*_: object, spread: float) -> list[float]:
         raise runs.TooShort("give a longer --long")
 
     monkeypatch.setattr(runs, "SAMPLES", 1)
+    monkeypatch.setattr(runs, "ROUNDS", 1)
     monkeypatch.setattr(runs, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(runs, "beside_a_long_prompt", too_short)
     found = {row.name: row for row in rows.measure(subject, lambda _: None, targets=True)}

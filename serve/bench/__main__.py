@@ -20,6 +20,7 @@ from sparda_jax.selection import Mode
 from sparda_jax.serve.bench.rows import METHOD, measure
 from sparda_jax.serve.bench.runs import LEAST_ANSWER
 from sparda_jax.serve.bench.subject import Load, make_subject
+from sparda_jax.serve.engine import SWITCH_SECONDS
 from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
@@ -63,6 +64,7 @@ def engine(
     def say(line: str) -> None:
         console.print(f"[{time.perf_counter() - began:6.1f} s] {line}", markup=False, highlight=False)
 
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the server does
     check_writable(json_out)
     slots_of(slots)
     for option, value, least in (

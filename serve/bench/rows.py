@@ -1,6 +1,7 @@
 """The rows of the engine's benchmark, with their targets and floors."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,9 +25,10 @@ METHOD = (
     "once and which was never prefilled; prompts are random tokens, weights too unless a model is named. Programs are "
     "compiled by earlier requests. decode: all lanes full, tokens counted where they are received, from when every "
     "lane decodes until the first answer ends (its hit rate and misses are of the whole answers); bare lanes: the same "
-    f"lanes without the engine, one step ahead of the host. First tokens: medians of {runs.SAMPLES} requests, from "
-    "submit to the token; floor: the prefix over the link. beside: while a long prompt is prefilled, of which all but "
-    "the given number of tokens was in the cache. forced parking: more requests than lanes, which give up their lane "
+    f"lanes without the engine, one step ahead of the host; medians of {runs.ROUNDS} rounds in which they take turns. "
+    f"First tokens: medians of {runs.SAMPLES} requests, from submit to the token; floor: the prefix over the link. "
+    "beside: while a long prompt is prefilled, of which all but the given number of tokens was in the cache. "
+    "forced parking: more requests than lanes, which give up their lane "
     f"after {runs.QUANTUM} tokens; {runs.PARKED_TOKENS} greedy tokens each are compared with those without a wait."
 )
 
@@ -49,9 +51,9 @@ def measure(subject: Subject, say: Say, *, targets: bool) -> Iterator[Row]:
         settings = common | settings
         return Row(name=name, backend=backend, settings=settings, target=target if targets else None, **numbers)
 
-    bare = runs.bare_rate(subject, say)
-    heads = config.num_kv_heads
-    yield row("decode", "bare lanes", bare.settings(heads), None, value=bare.tokens_per_second, unit="tokens/s")
+    began = time.perf_counter()
+    runs.bare_rate(subject)
+    say(f"compiled and run: prefill, admission and steps, {time.perf_counter() - began:.1f} s")
 
     async def warm_up(engine: Engine) -> None:
         for what, prompt in (
@@ -64,16 +66,41 @@ def measure(subject: Subject, say: Say, *, targets: bool) -> Iterator[Row]:
             say(f"compiled and run: {what}, {time.perf_counter() - began:.1f} s")
 
     runs.with_engine(subject, warm_up)
-    target = ENGINE_SHARE * bare.tokens_per_second
-    try:
-        rate = runs.with_engine(subject, lambda engine: runs.engine_rate(engine, subject))
-    except runs.TooShort as error:
-        yield row("decode", "engine", {}, target, unit="tokens/s", error=str(error))
-    else:
-        settings = rate.settings(heads) | {"of_bare": round(rate.tokens_per_second / bare.tokens_per_second, 3)}
-        yield row("decode", "engine", settings, target, value=rate.tokens_per_second, unit="tokens/s")
+    yield from _decode(subject, row)
     yield from _first_tokens(subject, row)
     yield _parking(subject, row)
+
+
+def _decode(subject: Subject, row: Callable[..., Row]) -> Iterator[Row]:
+    """The bare lanes and the engine by turns, since a host's speed changes from minute to minute."""
+    heads = subject.executor.runner.config.num_kv_heads
+    bare: list[runs.Rate] = []
+    engine: list[runs.Rate] = []
+    error: str | None = None
+    for _ in range(runs.ROUNDS):
+        bare.append(runs.bare_rate(subject))
+        try:
+            engine.append(runs.with_engine(subject, lambda engine: runs.engine_rate(engine, subject)))
+        except runs.TooShort as short:
+            error = str(short)
+            break
+
+    def settings(rates: list[runs.Rate]) -> dict[str, Any]:
+        return _median(rates).settings(heads) | {"all": [round(rate.tokens_per_second) for rate in rates]}
+
+    value = _median(bare).tokens_per_second
+    yield row("decode", "bare lanes", settings(bare), None, value=value, unit="tokens/s")
+    target = ENGINE_SHARE * value
+    if error:
+        yield row("decode", "engine", {}, target, unit="tokens/s", error=error)
+        return
+    rate = _median(engine).tokens_per_second
+    of_bare = {"of_bare": round(rate / value, 3)}
+    yield row("decode", "engine", settings(engine) | of_bare, target, value=rate, unit="tokens/s")
+
+
+def _median(rates: list[runs.Rate]) -> runs.Rate:
+    return sorted(rates, key=lambda rate: rate.tokens_per_second)[len(rates) // 2]
 
 
 def _long(subject: Subject, length: int, number: int) -> list[int]:
@@ -131,7 +158,10 @@ def _first_tokens(subject: Subject, row: Callable[..., Row]) -> Iterator[Row]:
 
         async def beside(engine: Engine, length: int = length) -> list[float]:
             return await runs.beside_a_long_prompt(
-                engine, lambda: _long(subject, length, next(fresh)), lambda: short(next(fresh))
+                engine,
+                lambda: _long(subject, length, next(fresh)),
+                lambda: short(next(fresh)),
+                spread=statistics.median(alone),
             )
 
         name = "first token of a short prompt, beside a long one"

@@ -22,6 +22,8 @@ Say = Callable[[str], None]
 WARM_STEPS = 8
 LEAST_ANSWER = WARM_STEPS + 2
 """Tokens of an answer of which a decode step can be timed."""
+ROUNDS = 5
+"""In which the bare lanes and the engine decode by turns."""
 SAMPLES = 5
 SETTLE_SECONDS = 0.1
 """Between two first tokens: the blocks of the request before go to the pool meanwhile."""
@@ -56,20 +58,17 @@ class Rate:
         }
 
 
-def bare_rate(subject: Subject, say: Say) -> Rate:
+def bare_rate(subject: Subject) -> Rate:
     """The lanes alone, one step ahead of the host that reads the tokens."""
     executor, load = subject.executor, subject.load
     lanes, params = executor.lanes, SamplingParams(max_tokens=load.answer)
     sequences = []
-    began = time.perf_counter()
     for lane in range(load.batch):
         sequence = executor.start(subject.prompt(lane), params)
         while executor.prefill(sequence) is None:
             pass
         executor.place(lane, sequence)
         sequences.append(sequence)
-        if not lane:
-            say(f"compiled and run: prefill and admission, {time.perf_counter() - began:.1f} s")
 
     def run(steps: int) -> float:
         began = time.perf_counter()
@@ -81,7 +80,7 @@ def bare_rate(subject: Subject, say: Say) -> Rate:
         np.asarray(unread)
         return time.perf_counter() - began
 
-    say(f"compiled and run: steps, {run(WARM_STEPS):.1f} s")
+    run(WARM_STEPS)
     before = lanes.return_stats()
     seconds = run(load.steps)
     stats = lanes.return_stats().since(before)
@@ -131,9 +130,11 @@ async def first_tokens(engine: Engine, prompts: Callable[[int], list[int]]) -> l
 
 
 async def beside_a_long_prompt(
-    engine: Engine, long: Callable[[], list[int]], short: Callable[[], list[int]]
+    engine: Engine, long: Callable[[], list[int]], short: Callable[[], list[int]], *, spread: float
 ) -> list[float]:
     """The same while a long prompt is being prefilled; a sample that outlasted it is taken again.
+
+    The short prompts come at several moments of the first ``spread`` seconds, and so of a chunk.
 
     Raises:
         TooShort: most outlast it.
@@ -143,7 +144,7 @@ async def beside_a_long_prompt(
         stream = await engine.submit(long(), SamplingParams(max_tokens=1))
         while engine.stats().prefilling == 0:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(SETTLE_SECONDS * (attempt % SAMPLES) / SAMPLES)  # at any moment of a chunk
+        await asyncio.sleep(spread * (attempt % SAMPLES) / SAMPLES)
         seconds = await first_token(engine, short())
         if engine.stats().prefilling:
             found.append(seconds)

@@ -53,6 +53,16 @@ class KeyChain:
         """Appends tokens that all attend to everything, or (``is_sparse``) all to a selection."""
         self._tokens += np.asarray(tokens, "<i4").tobytes()
         self._selects += bytes([bool(is_sparse)]) * len(tokens)
+        self._add_keys()
+
+    def append(self, token: int, is_sparse: bool) -> None:
+        """The same for one token, as decode brings them: without the cost of an array."""
+        self._tokens += token.to_bytes(4, "little", signed=True)
+        self._selects.append(is_sparse)
+        if len(self._selects) == self._sparse.block_size:
+            self._add_keys()
+
+    def _add_keys(self) -> None:
         size = self._sparse.block_size
         full = len(self._selects) // size * size
         for start in range(0, full, size):

@@ -65,7 +65,7 @@ def test_keys_do_not_depend_on_how_the_tokens_come(sizes: list[int]) -> None:
         start += size
         assert chain.keys == keys_of(tokens[:start])
     for count in range(1, 66):
-        chain.extend([7], True)
+        chain.append(7, True)
         assert chain.keys == keys_of(np.concatenate([tokens, np.full(count, 7)]), len(tokens))
 
 
