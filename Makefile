@@ -4,7 +4,7 @@ VENV_PYTHON := .venv/bin/python
 ARGS ?=
 export PYTHON
 
-.PHONY: help serve test test-full test-gpu sanitize bench lint format lock clean
+.PHONY: help serve test test-full test-gpu test-browser sanitize bench lint format lock clean
 
 help: ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -23,6 +23,10 @@ test-gpu: ## The tests marked gpu, on this machine's NVIDIA GPU
 	@bash scripts/setup.sh serve
 	@bash scripts/setup.sh dev
 	$(VENV_PYTHON) -m pytest --gpu --durations=15 $(ARGS)
+
+test-browser: ## The tests marked browser: the server's page in a headless Chromium (chromium and chromedriver on PATH)
+	@bash scripts/setup.sh dev
+	$(VENV_PYTHON) -m pytest --browser --durations=15 $(ARGS)
 
 sanitize: ## The kernels' GPU tests under NVIDIA's compute-sanitizer: memcheck, then racecheck
 	@bash scripts/setup.sh serve

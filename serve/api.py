@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
@@ -17,6 +17,7 @@ from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError, install_handlers
 from sparda_jax.serve.handler import CLIENT_GONE, Handler, ServerInfo
 from sparda_jax.serve.metrics import Metrics
+from sparda_jax.serve.page import HEADERS, PAGE, Placement, Stats
 from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from sparda_jax.serve.tokenization import Tokenization
 from sparda_jax.tokenizer import Tokenizer
@@ -24,7 +25,13 @@ from sparda_jax.tokenizer import Tokenizer
 __all__ = ["ServerInfo", "create_app"]
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: Access = OPEN) -> FastAPI:
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    info: ServerInfo,
+    access: Access = OPEN,
+    placement: Placement | None = None,
+) -> FastAPI:
     """The application. The caller starts and closes the engine.
 
     Args:
@@ -32,11 +39,14 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: A
         tokenizer: of the same model.
         info: names, limits and defaults.
         access: who may ask, and how much.
+        placement: where keys and values lie, for the page.
     """
     app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
     metrics = Metrics(engine)
     handler = Handler(engine, tokenizer, info, metrics)
     tokenization = Tokenization(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
+    chat, needs_key = tokenizer.chat_template is not None, access.api_key is not None
+    stats = Stats(engine, metrics, info, chat=chat, needs_key=needs_key, placement=placement)
     install_handlers(app)
     install(app, access)
 
@@ -120,14 +130,23 @@ def create_app(engine: Engine, tokenizer: Tokenizer, info: ServerInfo, access: A
     @app.get("/health")
     async def health() -> Response:
         """200 when the engine itself answers, else 503 with the reason."""
-        state, stats = await engine.health(), engine.stats()
-        content = {"status": state.status, "detail": state.detail, "running": stats.running, "waiting": stats.waiting}
+        state, counts = await engine.health(), engine.stats()
+        content = {"status": state.status, "detail": state.detail, "running": counts.running, "waiting": counts.waiting}
         return JSONResponse(content, status_code=200 if state.ok else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats")
+    async def live_stats() -> Response:
+        """The same numbers as JSON, with what the server is."""
+        return JSONResponse(await stats.read())
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(PAGE, headers=HEADERS)
 
     return app
 

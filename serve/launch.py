@@ -18,17 +18,15 @@ from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
 from sparda_jax.serve.access import Access
 from sparda_jax.serve.api import ServerInfo, create_app
-from sparda_jax.serve.engine import Engine
+from sparda_jax.serve.engine import SWITCH_SECONDS, Engine
 from sparda_jax.serve.logs import configure
 from sparda_jax.serve.memory import make_executor, plan_server, prefix_salt, settle_chunks
+from sparda_jax.serve.page import Placement
 from sparda_jax.serve.report import Report, curl
 from sparda_jax.serve.server import Server, bind, leave, url_of
 from sparda_jax.serve.settings import SamplingDefaults, Settings, SettingsError
 from sparda_jax.serve.warm_up import warm_up
 from sparda_jax.tokenizer import Tokenizer
-
-# So long HTTP's thread keeps the engine's waiting at most, in place of Python's 5 ms: a step hardly takes longer.
-SWITCH_SECONDS = 0.0005
 
 
 def load(settings: Settings) -> Report:
@@ -122,6 +120,7 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
         console.print(
             f"[bold]ready[/bold] after {time.monotonic() - started:.1f} s: {url}/v1 as {settings.served_name}"
         )
+        console.print(f"a page with live numbers: {url}/")
         # Not wrapped, so that it can be pasted.
         console.print(curl(url, report), soft_wrap=True, highlight=False, markup=False)
 
@@ -155,7 +154,10 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
         max_body_mib=settings.max_body_mib,
         upload_seconds=settings.upload_seconds,
     )
-    server = Server(create_app(engine, report.tokenizer, info, access), engine, settings)
+    placement = Placement(
+        device=report.device.device_kind, slots_per_lane=shape.slots_per_lane, blocks_per_lane=shape.max_blocks
+    )
+    server = Server(create_app(engine, report.tokenizer, info, access, placement), engine, settings)
     engine.start()
     server.run_until_signal(listener)
     leave(1 if failures else 0, engine)

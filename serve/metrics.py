@@ -1,11 +1,13 @@
 """Prometheus metrics of one server, in a registry of their own."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from sparda_jax.serve.engine import Engine
 
@@ -69,6 +71,19 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format, version 0.0.4."""
         return generate_latest(self.registry)
+
+    def numbers(self) -> dict[str, float | None]:
+        """The same as numbers, under the names that `text` gives them, labels included; None for what is not finite."""
+        return {
+            _name(sample): sample.value if math.isfinite(sample.value) else None
+            for metric in self.registry.collect()
+            for sample in metric.samples
+        }
+
+
+def _name(sample: Sample) -> str:
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+    return f"{sample.name}{{{labels}}}" if labels else sample.name
 
 
 class _CacheCollector(Collector):

@@ -21,8 +21,9 @@ settings.load_profile("sparda")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --gpu: run the tests marked gpu, and only those, on the GPU."""
+    """Adds --gpu and --browser: run the tests that need one, and only those."""
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and only those, on the GPU")
+    parser.addoption("--browser", action="store_true", help="run the tests marked browser, and only those, in Chromium")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,9 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of the other device."""
-    wanted = bool(config.getoption("--gpu"))
-    left_out = [item for item in items if (item.get_closest_marker("gpu") is not None) != wanted]
+    """Leaves out the tests that need something which was not asked for, or all others where it was."""
+    wanted = {name for name in ("gpu", "browser") if config.getoption(f"--{name}")}
+    left_out = [item for item in items if {mark.name for mark in item.iter_markers()} & {"gpu", "browser"} != wanted]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -285,6 +285,10 @@ def test_from_start_to_sigterm(process: subprocess.Popen[str]) -> None:
     assert url is not None, output
     assert httpx.get(f"{url[1]}/health").json()["status"] == "ready"
     assert httpx.get(f"{url[1]}/v1/models").json()["data"][0]["max_model_len"] == 512
+    metrics = httpx.get(f"{url[1]}/stats").json()["metrics"]
+    named = set(re.findall(r'(?:get|more|rate)\("([a-z_]+)"', httpx.get(url[1]).text))
+    sampled = {"prefetch_recall", "wasted_copies_ratio", "exposed_wait_seconds"}
+    assert sampled == named - {name.removeprefix("sparda_") for name in metrics}
     body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url[1]}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
