@@ -67,5 +67,5 @@ def pretrain(ctx: typer.Context) -> None:
 
 @app.command("bench", add_help_option=False, context_settings=_PASS_ON)
 def bench(ctx: typer.Context) -> None:
-    """Measure kernels, decode, prefill and the engine on this machine's GPU."""
+    """Measure kernels, decode, prefill and the engine on this machine's GPU, or a server over HTTP."""
     _run("bench", ctx.args)

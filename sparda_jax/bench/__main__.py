@@ -6,8 +6,10 @@ import typer
 
 from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
+from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
 from sparda_jax.bench.prefill import prefill
+from sparda_jax.bench.serve import serve
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -20,6 +22,8 @@ def main() -> None:
 app.command()(kernels)
 app.command()(decode)
 app.command()(prefill)
+app.command()(overlap)
+app.command()(serve)
 app.command()(plot)
 
 

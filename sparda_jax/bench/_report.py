@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ class Row:
         return other / self.value if self.more_is_better else self.value / other
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Prints the rows as a table, in their order."""
-    table = Table(title=f"{_device()}, jax {jax.__version__}")
+def print_rows(rows: Sequence[Row], console: Console, *, device: str | None = None) -> None:
+    """Prints the rows as a table, in their order; ``device``, where another process has measured on one."""
+    table = Table(title=device or f"{_device()}, jax {jax.__version__}")
     for heading in ("what", "backend", "settings"):
         table.add_column(heading)
     for heading in ("value", "floor", "x floor", "reference", "x reference", "target", "met"):
@@ -83,18 +83,36 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             console.print(f"{row.name}, {row.backend} {row.settings}: {row.error}", markup=False)
 
 
-def write_json(file: Path, rows: Sequence[Row], *, what: str, method: str, commit: str | None = None) -> None:
-    """Writes the rows with the command, the commit, the machine and the versions; the file is whole at any time."""
+def write_json(
+    file: Path,
+    rows: Sequence[Row],
+    *,
+    what: str,
+    method: str,
+    commit: str | None = None,
+    device: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the rows with the command, the commit, the machine and the versions; the file is whole at any time.
+
+    Args:
+        file: where they go.
+        rows: what was measured.
+        what, method: sentences about it.
+        commit: if left out, git is asked.
+        device: if left out, JAX is asked, which takes most of a GPU's memory for this process.
+        details: further entries of the file.
+    """
     record = {
         "what": what,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": f"python -m sparda_jax.bench {shlex.join(sys.argv[1:])}",
         "commit": commit or _commit(),
-        "machine": _machine(),
+        "machine": _machine(device),
         "versions": _versions(),
         "method": method,
         "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
-    }
+    } | dict(details or {})
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.tmp-{os.getpid()}")
     unfinished.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -123,9 +141,9 @@ def _commit() -> str | None:
     return f"{commit} and changes" if commit and _ask("git", "status", "--porcelain") else commit
 
 
-def _machine() -> dict[str, Any]:
+def _machine(device: str | None) -> dict[str, Any]:
     return {
-        "device": _device(),
+        "device": device or _device(),
         "driver": _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "system": platform.platform(terse=True),
     }

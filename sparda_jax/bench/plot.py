@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 # What tells rows of one name apart at a glance; other settings are in the file.
-_SHOWN = ("batch", "misses", "length", "context", "end", "overlap")
+_SHOWN = ("batch", "misses", "length", "context", "end", "overlap", "rate", "percentile")
 _PICTURES = (".png", ".svg")
 _MARKS = {"floor": ("|", "black"), "reference": ("x", "C3"), "target": ("D", "C2")}
 
@@ -17,8 +17,7 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="Where the picture goes: .png or .svg.")],
 ) -> None:
     """Draw a result file: a bar for each row; marks for the hardware's bound, the published code, the target."""
-    if picture.suffix not in _PICTURES:
-        raise typer.BadParameter(f"{picture} has to end in {' or '.join(_PICTURES)}.")
+    check_picture(picture)
     try:
         record = json.loads(results.read_text(encoding="utf-8"))
         rows = [row for row in record["rows"] if row["value"] is not None]
@@ -26,12 +25,12 @@ def plot(
         raise typer.BadParameter(f"{results} is no result file of a benchmark: {error}") from None
     if not rows:
         raise typer.BadParameter(f"{results} has no measured row.")
-    figure = _figure()
+    drawing = figure()
     units = sorted({row["unit"] for row in rows})
-    panels = figure.subplots(
+    panels = drawing.subplots(
         len(units), 1, squeeze=False, height_ratios=[sum(row["unit"] == unit for row in rows) + 1 for unit in units]
     )
-    figure.set_size_inches(9, 1.5 + 0.28 * len(rows) + 0.6 * len(units))
+    drawing.set_size_inches(9, 1.5 + 0.28 * len(rows) + 0.6 * len(units))
     for axes, unit in zip(panels[:, 0], units, strict=True):
         _draw(axes, [row for row in rows if row["unit"] == unit], unit, _varied(rows))
     marks: dict[str, Any] = {}
@@ -39,17 +38,41 @@ def plot(
         handles, names = axes.get_legend_handles_labels()
         marks |= dict(zip(names, handles, strict=True))
     if marks:
-        figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), fontsize=8)
+        drawing.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), fontsize=8)
     device, jax_version = record["machine"]["device"], record["versions"].get("jax")
-    figure.suptitle(f"{record['what']}: {device}, jax {jax_version}, {record['date']}", fontsize=10)
-    try:
-        figure.savefig(picture, dpi=130)
-    except OSError as error:
-        raise typer.BadParameter(f"{picture} can't be written: {error}") from None
+    drawing.suptitle(f"{record['what']}: {device}, jax {jax_version}, {record['date']}", fontsize=10)
+    save(drawing, picture)
     typer.echo(f"{picture}: {len(rows)} rows")
 
 
-def _figure() -> Any:
+def check_picture(picture: Path | None) -> None:
+    """Refuses a picture of an unknown kind.
+
+    Raises:
+        typer.BadParameter: the name has another ending.
+    """
+    if picture is not None and picture.suffix not in _PICTURES:
+        raise typer.BadParameter(f"{picture} has to end in {' or '.join(_PICTURES)}.")
+
+
+def save(drawing: Any, picture: Path) -> None:
+    """Writes a figure.
+
+    Raises:
+        typer.BadParameter: it can't be written.
+    """
+    try:
+        drawing.savefig(picture, dpi=130)
+    except OSError as error:
+        raise typer.BadParameter(f"{picture} can't be written: {error}") from None
+
+
+def figure() -> Any:
+    """An empty matplotlib figure.
+
+    Raises:
+        typer.BadParameter: there is no matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

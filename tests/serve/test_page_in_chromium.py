@@ -1,5 +1,6 @@
 """The page in a headless Chromium: live numbers, a prompt and its answer, errors, and nothing that could run."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,16 @@ from tests.serve.browser import Browser, browser
 from tests.serve.fakes import FakeRunner, Served, serve, wait_until
 
 pytestmark = pytest.mark.browser
-MARKUP = '<b>bold</b><img src=x onerror="window.ran = 1"><script>window.ran = 1</script>&amp;'
+MARKUP = '<b>bold</b><img src=x onerror="window.ran = 1"><script>window.ran = 1</script>&amp; é🙂'
+# The page's next answers are this text, three bytes a time.
+CUT_STREAM = """
+const bytes = new TextEncoder().encode(arguments[0]);
+window.fetch = async (path) => new Response(new ReadableStream({ start(stream) {
+  for (let i = 0; i < bytes.length; i += 3) stream.enqueue(bytes.slice(i, i + 3));
+  stream.close();
+  window.sent ||= path.startsWith("v1");
+} }));
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +75,21 @@ def test_live_numbers(chromium: Browser, served: Served) -> None:
 
 
 def test_an_answer_is_text_and_nothing_else(chromium: Browser, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fakes.ANSWERS, "markup", MARKUP + " é🙂")
+    """As the server streams it, some letters at a time; and in one piece, which the network cuts anywhere."""
+    monkeypatch.setitem(fakes.ANSWERS, "markup", MARKUP)
     chromium.open(served.url)
     chromium.type("prompt", "markup")
     chromium.click("send")
     measured = until_shown(chromium, "measured", lambda text: " out" in text)
-    assert chromium.text("answer") == MARKUP + " é🙂"
-    assert chromium.run("return document.getElementById('answer').children.length") == 0
+    assert chromium.text("answer") == MARKUP
     assert "first token after" in measured
     assert "tokens/s" in measured
+    event = json.dumps({"choices": [{"delta": {"content": MARKUP}}]}, ensure_ascii=False)
+    chromium.run(CUT_STREAM, f": keep-alive\n\ndata: {event}\n\ndata: [DONE]\n\n")
+    chromium.click("send")
+    wait_until(lambda: chromium.run("return window.sent"))
+    until_shown(chromium, "answer", lambda text: text == MARKUP)
+    assert chromium.run("return document.getElementById('answer').children.length") == 0
     time.sleep(0.3)
     assert chromium.run("return window.ran ?? null") is None
     # Even a script that got into the page would not run; the browser says so.
