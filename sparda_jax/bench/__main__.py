@@ -7,7 +7,6 @@ import typer
 from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
 from sparda_jax.bench.overlap import overlap
-from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
 from sparda_jax.bench.prefill import prefill
 from sparda_jax.bench.serve import serve
@@ -23,7 +22,6 @@ def main() -> None:
 app.command()(kernels)
 app.command()(decode)
 app.command()(prefill)
-app.command()(overlap)
 app.command()(overlap)
 app.command()(serve)
 app.command()(plot)
