@@ -10,6 +10,7 @@ own products, too.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -33,6 +34,9 @@ from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key
 from sparda_jax.streaming import LayerStream, newest_blocks
 from sparda_jax.telemetry import compare_selections
 
+# What an H200 moves. Only their ratio counts, and only for what waits for what.
+_HBM_BYTES_PER_SECOND, _LINK_BYTES_PER_SECOND = 4.3e12, 54e9
+
 Choose = Callable[[int, Int[Array, "batch"], Int[Array, "batch kv_heads width"]], Int[Array, "batch kv_heads width"]]
 """(layer, position of the new token, selected blocks) -> the blocks to attend to."""
 
@@ -42,6 +46,7 @@ class _Step:
     """What the layers of one step share; positions and blocks are -1 in idle lanes.
 
     Lists have `width` entries, since a lane below ``dense_len`` attends to everything; of them `usual` are in use.
+    `fetch_is_long`: a layer's fetch may take as long as the layer, so nothing should delay it.
     """
 
     plan: DecodePlan
@@ -56,6 +61,7 @@ class _Step:
     block_table: Int[Array, "batch blocks"]
     width: int
     usual: int
+    fetch_is_long: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,8 @@ def decode_step(
             q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
             ahead = dataclasses.replace(ahead, copy_plan=copy_plan)
         # A layer that was looked at ahead waits for its fetch only here: its own products have run beside it, too.
-        layer = _append(step, ready.layer, k, v, window=looked_ahead, after=ahead.scratch if ahead else None)
+        after = ahead.scratch if ahead and step.fetch_is_long else None
+        layer = _append(step, ready.layer, k, v, window=looked_ahead, after=after)
         if plan.compares:
             compared.append(_compare(step, dataclasses.replace(ready, layer=layer), q))
         layer = write_partial_key(layer, k, position, step.block_table)
@@ -196,7 +203,7 @@ def _append(
 
     With ``after``, the next layer's scores, the layer attends when they are there: both are bound by HBM, and the
     sooner the scores are done the sooner the next fetch begins. What follows them is short chains of few programs,
-    which attention hides.
+    which attention hides. Where the fetch has time to spare the two share HBM better side by side.
     """
     backend, slot_of_block = step.plan.backends.token_append, layer.residency.slot_of_block
     if not window:
@@ -246,7 +253,23 @@ def _begin(
         block_table=state.block_table.at[jnp.arange(state.num_lanes), begun].set(new_blocks, mode="drop"),
         width=width,
         usual=width if plan.mode is Mode.DENSE else min(sparse.num_selected_blocks, width),
+        fetch_is_long=_fetch_is_long(config, state),
     )
+
+
+def _fetch_is_long(config: ModelConfig, state: DecodeState) -> bool:
+    """Whether copying a tenth of what a layer attends to takes half as long as its weights, or longer.
+
+    Measured on both sides in docs/performance.md; where every block has a slot, nothing is copied.
+    """
+    heads, blocks = config.num_kv_heads, config.sparse.num_selected_blocks
+    slots = state.layers[-1].slots
+    if slots.shape[0] >= state.block_table.size * heads:
+        return False
+    columns = 2 * config.num_heads * config.head_dim + 3 * config.intermediate_size
+    weights = config.hidden_size * columns * slots.dtype.itemsize
+    copied = state.num_lanes * heads * blocks * math.prod(slots.shape[1:]) * slots.dtype.itemsize / 10
+    return copied / _LINK_BYTES_PER_SECOND > weights / _HBM_BYTES_PER_SECOND / 2
 
 
 def _written(step: _Step, like: Int[Array, "batch kv_heads"]) -> Int[Array, "batch kv_heads"]:

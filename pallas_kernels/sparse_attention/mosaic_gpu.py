@@ -26,6 +26,8 @@ _BLOCK = 64
 _LOWEST = -1e30
 # How many partial results of a list the second kernel holds in registers.
 _AT_ONCE = 32
+# So many keep HBM busy.
+_ENOUGH_CTAS = 64
 _ROW_SUMS = plgpu.Layout.WGMMA.reduce(0)
 # 128-byte rows of 8 x 64 tiles, as wgmma reads 16-bit operands.
 _SWIZZLED = (
@@ -95,7 +97,10 @@ def slot_attention(
     parts = -(-width // part)
     usual_parts = -(-min(usual or width, width) // part)
     parts_per_cta = -(-usual_parts // max(1, min(usual_parts, max_ctas // (batch * kv_heads))))
-    # The parts of a run lie in one CTA, or each is a result of its own.
+    # The parts of a run lie in one CTA, or each is a result of its own. The fewer results the faster the second kernel,
+    # so a CTA takes a run as long as half of the SMs have one.
+    if batch * kv_heads * -(-usual_parts // run) >= _ENOUGH_CTAS:
+        parts_per_cta = max(parts_per_cta, run)
     merged = run if parts_per_cta >= run else 1
     parts_per_cta = -(-parts_per_cta // merged) * merged
     ctas_per_list = -(-parts // parts_per_cta)
