@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.cache import KVCache, LayerCache
+from sparda_jax.cache.chunk_store import OnLayer
 from sparda_jax.config import ModelConfig
 from sparda_jax.decode_plan import Backends
 from sparda_jax.model import Decoder, rope_tables
@@ -75,6 +76,7 @@ def forward(
     skew: Skew | None = None,
     backends: Backends = _FASTEST,
     choose: Choose | None = None,
+    on_layer: OnLayer | None = None,
 ) -> tuple[Float[Array, "batch q_len hidden"], KVCache, Trace]:
     """Appends ``num_new`` tokens of each sequence to the cache and computes their residual stream.
 
@@ -92,6 +94,7 @@ def forward(
         backends: of the kernels that compute chunks of several tokens on a GPU; elsewhere they are plain jnp, and hold
             a score for each pair of a new token and a cached one.
         choose: see `prefill.Choose`; of such chunks only.
+        on_layer: is shown each layer's cache as soon as the new tokens are in it, layer by layer.
 
     Returns:
         The stream before the final norm (``model.logits`` takes it), the new cache and the trace.
@@ -131,6 +134,8 @@ def forward(
             nonlocal previous
             query = QueryContext(current=projections, **context)
             out, new_cache, ids, count = _attend(step, query, layer_cache, cache.lengths)
+            if on_layer is not None:
+                on_layer(len(layers), new_cache)
             layers.append(new_cache)
             selected.append(ids)
             read.append(step.visible if count is None else jnp.where(step.sparse, count, step.visible))
