@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve import scheduler
 from sparda_jax.serve.requests import (
@@ -57,6 +58,8 @@ class SequenceLike(Protocol):
 
     @property
     def prefilled(self) -> int: ...
+
+    def take_logprobs(self) -> tuple[Logprobs | None, Logprobs | None]: ...
 
 
 class ExecutorLike[S: SequenceLike](Protocol):
@@ -197,9 +200,14 @@ class Engine:
 
         Raises:
             QueueFull: too many wait already.
-            RequestRejected: it could never fit into the cache.
+            RequestRejected: it could never fit into the cache, or ``min_tokens`` has too many stop tokens to hold back.
             EngineUnavailable: the engine is not ready, or takes nothing new.
         """
+        if params.min_tokens:
+            try:
+                params = dataclasses.replace(params, stop_token_ids=(*self._eos, *params.stop_token_ids))
+            except ValueError as error:
+                raise RequestRejected(str(error)) from error
         room = max(self.max_model_len - len(prompt_ids), 1)
         job: Job[Any] = Job(
             prompt_tokens=len(prompt_ids),
@@ -471,7 +479,15 @@ class Engine:
         is_end = token in self._eos and not job.ignore_eos
         reason: FinishReason | None = "stop" if is_end else "length" if job.tokens >= job.max_tokens else None
         stats = job.sequence.stats.to_dict() if job.with_stats else None
-        event = TokenEvent(token_id=token, finish_reason=reason, is_end=is_end, stats=stats)
+        logprobs, of_prompt = job.sequence.take_logprobs()
+        event = TokenEvent(
+            token_id=token,
+            finish_reason=reason,
+            is_end=is_end,
+            stats=stats,
+            logprobs=logprobs,
+            prompt_logprobs=of_prompt,
+        )
         if reason is not None:
             self._end(job)
         # Sent after its lane and blocks are free: who has seen the end finds them so.

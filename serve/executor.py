@@ -20,6 +20,7 @@ from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
 from sparda_jax.generate import GenerationStats, PhaseStats, Runner
 from sparda_jax.generate import Sequence as Prefill
 from sparda_jax.lanes import DecodeLanes
+from sparda_jax.logprobs import Logprobs, Scores
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from sparda_jax.telemetry import DecodeStats
@@ -41,6 +42,7 @@ class LaneSequence:
         published: blocks that others can find.
         decoded, read, visible: decode steps, and what they read of a layer and could see: (KV head, block) pairs.
         lane, parked: where it is: in a lane, or waiting for one.
+        logprobs: of the tokens that were read and not taken yet. prompt_logprobs: of the prompt, until taken.
     """
 
     params: SamplingParams
@@ -59,6 +61,8 @@ class LaneSequence:
     visible: int = 0
     lane: int | None = None
     parked: Parked | None = None
+    logprobs: collections.deque[Logprobs] = dataclasses.field(default_factory=collections.deque)
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def stats(self) -> GenerationStats:
@@ -71,6 +75,11 @@ class LaneSequence:
     def prefilled(self) -> int:
         """Prompt tokens that are done or under way."""
         return self.prefill.prefilled if self.prefill else self.stored
+
+    def take_logprobs(self) -> tuple[Logprobs | None, Logprobs | None]:
+        """Those of the token that comes next, and with the first one those of the prompt; None: not asked for."""
+        of_prompt, self.prompt_logprobs = self.prompt_logprobs, None
+        return (self.logprobs.popleft() if self.logprobs else None), of_prompt
 
 
 @dataclasses.dataclass
@@ -120,7 +129,7 @@ class Executor:
         self._salt = None if runner.mode is Mode.INFINIGEN else salt
         self._deterministic = deterministic
         self._in_lane: dict[int, LaneSequence] = {}
-        self._unread: collections.deque[tuple[Array, dict[int, LaneSequence]]] = collections.deque()
+        self._unread: collections.deque[tuple[Array, Scores | None, dict[int, LaneSequence]]] = collections.deque()
         self._chunk: Array | None = None
         self._noted: Callable[[], DecodeStats] | None = None
         self._forgotten: DecodeStats | None = None
@@ -149,8 +158,10 @@ class Executor:
             salt = self._salt + bytes([selects]) if self._deterministic else self._salt
             chain = KeyChain(salt=salt, sparse=self.runner.config.sparse)
             chain.extend(tokens, selects)
-            # At least the last token is computed, since an answer begins with its logits.
-            shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
+            # At least the last token is computed, since an answer begins with its logits; all are where a prompt's log
+            # probabilities are asked for.
+            if params.prompt_logprobs is None:
+                shared = self.blocks.match(chain.keys[: (len(prompt) - 1) // self.block_size])
             if self._deterministic:
                 begun = len(shared) % (self.runner.prefill_chunks[0] // self.block_size)
                 self.blocks.give_back(shared[len(shared) - begun :])
@@ -190,6 +201,9 @@ class Executor:
         self._chunk = sequence.prefill.launched
         if token is not None:
             sequence.first_token, sequence.stored = token, sequence.prefill.prompt_tokens
+            sequence.prompt_logprobs = sequence.prefill.prompt_logprobs
+            if sequence.prefill.logprobs is not None:
+                sequence.logprobs.append(sequence.prefill.logprobs)
         return token
 
     def place(self, lane: int, sequence: LaneSequence) -> None:
@@ -215,7 +229,12 @@ class Executor:
         """Launches a decode step of all lanes in use; `read` gives its tokens."""
         tokens = self.lanes.step()
         tokens.copy_to_host_async()
-        self._unread.append((tokens, dict(self._in_lane)))
+        logprobs = None
+        if any(sequence.params.logprobs is not None for sequence in self._in_lane.values()):
+            logprobs = self.lanes.logprobs
+            assert logprobs is not None
+            logprobs.copy_to_host_async()
+        self._unread.append((tokens, logprobs, dict(self._in_lane)))
         self.usage.steps += 1
         for sequence in self._in_lane.values():
             sequence.stored += 1
@@ -227,9 +246,13 @@ class Executor:
         """
         found = []
         while len(self._unread) > unread:
-            tokens, lanes = self._unread.popleft()
+            tokens, logprobs, lanes = self._unread.popleft()
             values = np.asarray(tokens)
             found.extend((sequence, int(values[lane])) for lane, sequence in lanes.items())
+            rows = None if logprobs is None else logprobs.to_host()
+            for lane, sequence in lanes.items():
+                if rows is not None and sequence.params.logprobs is not None:
+                    sequence.logprobs.append(rows.row(lane, sequence.params.logprobs))
         return found
 
     def fed(self, sequence: LaneSequence, token: int) -> None:
@@ -311,16 +334,12 @@ class Executor:
         """A prefilled sequence's blocks go to the pool, and it to a lane or among those that wait."""
         assert sequence.prefill is not None
         assert sequence.first_token is not None
-        cache, first, params, shared = (
-            sequence.prefill.take_cache(),
-            sequence.first_token,
-            sequence.params,
-            sequence.shared,
-        )
+        prefill, first, params = sequence.prefill, sequence.first_token, sequence.params
+        cache, more = prefill.take_cache(), {"shared": sequence.shared, "seen": prefill.seen}
         if lane is None:
-            sequence.parked = self.lanes.adopt(cache, first, params, shared=shared)
+            sequence.parked = self.lanes.adopt(cache, first, params, **more)
         else:
-            self.lanes.enter(lane, cache, first, params, shared=shared)
+            self.lanes.enter(lane, cache, first, params, **more)
             sequence.lane = lane
         sequence.prefill, sequence.shared = None, []
         self._publish(sequence)

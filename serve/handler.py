@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sparda_jax.sampling import SamplingParams
-from sparda_jax.serve.answers import SILENCE, Answer, merge
+from sparda_jax.serve.answers import SILENCE, Answer, Limits, merge
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError
 from sparda_jax.serve.metrics import Metrics
@@ -21,6 +21,7 @@ from sparda_jax.serve.prompts import Prompts
 from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from sparda_jax.serve.requests import EngineError
 from sparda_jax.serve.responses import ChatShape, CompletionShape, Envelope, Json, Shape, usage
+from sparda_jax.serve.scored_tokens import ScoredToken, TokenScorer
 from sparda_jax.tokenizer import Tokenizer
 
 # What nginx made the usual code for "the client went away"; nobody receives it.
@@ -88,22 +89,32 @@ class Handler:
         arrived: float = request.state.arrived
         self._check_count(body, shape, len(prompts))
         self._prompts.check_ids("stop_token_ids", body.stop_token_ids or ())
+        self._prompts.check_ids("logit_bias", list(body.logit_bias or ()))
         params = [self._sampling(body, shape, prompt.ids) for prompt in prompts]
         answers: list[Answer] = []
+        scorer = TokenScorer(self._tokenizer)
         try:
             for prompt, variants in zip(prompts, params, strict=True):
                 for variant in variants:
                     tokens = await self._engine.submit(
                         prompt.ids, variant, ignore_eos=body.ignore_eos, with_stats=body.return_stats
                     )
+                    limits = Limits(
+                        echo=prompt.echo,
+                        stops=body.stop,
+                        stop_ids=body.stop_token_ids or (),
+                        min_tokens=variant.min_tokens,
+                        empty=body.max_tokens_field[1] == 0,
+                    )
                     answers.append(
                         Answer(
                             len(answers),
                             tokens,
                             self._tokenizer.detokenizer(),
-                            body.stop,
-                            body.stop_token_ids or (),
+                            limits,
                             self._metrics.clock(arrived),
+                            prompt=() if variant.prompt_logprobs is None else prompt.ids,
+                            scorer=scorer,
                         )
                     )
         except EngineError as error:
@@ -118,7 +129,6 @@ class Handler:
             shape=shape,
             body=body,
             answers=answers,
-            echoes=[prompt.echo for prompt in prompts for _ in range(body.choices_per_prompt)],
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             mode=self._info.mode,
             count=lambda status: self._metrics.answered(shape.endpoint, status),
@@ -149,15 +159,29 @@ class Handler:
                 f"{limit} (--max-model-len), so at most {limit - used} are left for the answer"
             )
             raise ApiError.bad_field(field, message, code="context_length_exceeded")
+        # One token more than none is computed, and left out.
+        max_tokens = limit - used if wanted is None else max(wanted, 1)
         info = self._info
+        if (body.min_tokens or 0) > max_tokens:
+            message = f"min_tokens={body.min_tokens} is more than the {max_tokens} tokens that the answer may have"
+            raise ApiError.bad_field("min_tokens", message)
         top_k = info.top_k if body.top_k is None else max(body.top_k, 0)  # -1 is vLLM's way to say "all"
         return [
             SamplingParams(
-                max_tokens=limit - used if wanted is None else wanted,
+                max_tokens=max_tokens,
                 temperature=info.temperature if body.temperature is None else body.temperature,
                 top_p=info.top_p if body.top_p is None else body.top_p,
                 top_k=top_k,
                 seed=None if body.seed is None else (body.seed + i) % 2**64,
+                min_p=body.min_p or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+                logit_bias=tuple((body.logit_bias or {}).items()),
+                min_tokens=body.min_tokens or 0,
+                stop_token_ids=tuple(body.stop_token_ids or ()) if body.min_tokens else (),
+                logprobs=body.likeliest,
+                prompt_logprobs=body.likeliest if body.repeats_prompt else None,
             )
             for i in range(body.choices_per_prompt)
         ]
@@ -172,7 +196,6 @@ class _Responder:
     shape: Shape
     body: GenerationRequest
     answers: Sequence[Answer]
-    echoes: Sequence[str]
     prompt_tokens: int
     mode: str
     count: Callable[[int], None]
@@ -199,14 +222,18 @@ class _Responder:
         return _EventStream(self._events(), on_end=lambda: _cancel(self.answers))
 
     async def _collect(self) -> list[Json]:
-        texts = [[echo] for echo in self.echoes]
+        texts: list[list[str]] = [[] for _ in self.answers]
+        tokens: list[list[ScoredToken]] = [[] for _ in self.answers]
         choices: list[Json] = [{} for _ in self.answers]
         async with contextlib.aclosing(merge(self.answers)) as pieces:
             async for piece in pieces:
                 texts[piece.index].append(piece.text)
+                tokens[piece.index] += piece.tokens
                 if piece.finish_reason is not None:
-                    text = "".join(texts[piece.index])
-                    choices[piece.index] = self.shape.choice(piece.index, text, piece.finish_reason)
+                    text, logprobs = "".join(texts[piece.index]), None
+                    if self.body.likeliest is not None:
+                        logprobs = self.shape.logprobs(tokens[piece.index])
+                    choices[piece.index] = self.shape.choice(piece.index, text, piece.finish_reason, logprobs)
         return choices
 
     async def _events(self) -> AsyncGenerator[str]:
@@ -215,15 +242,18 @@ class _Responder:
         empty: Json = {"usage": None} if with_usage else {}
         status = CLIENT_GONE
         try:
-            for answer, echo in zip(self.answers, self.echoes, strict=True):
-                if (opening := self.shape.opening(answer.index, echo)) is not None:
+            for answer in self.answers:
+                if (opening := self.shape.opening(answer.index)) is not None:
                     yield _event(self.envelope.chunk([opening], **empty))
             async with contextlib.aclosing(merge(self.answers, silence_seconds=KEEP_ALIVE_SECONDS)) as pieces:
                 async for piece in pieces:
                     if piece is SILENCE:
                         yield ": keep-alive\n\n"
-                    if piece.text:
-                        yield _event(self.envelope.chunk([self.shape.piece(piece.index, piece.text)], **empty))
+                    if piece.text or piece.tokens:
+                        logprobs = self.shape.logprobs(piece.tokens) if piece.tokens else None
+                        yield _event(
+                            self.envelope.chunk([self.shape.piece(piece.index, piece.text, logprobs)], **empty)
+                        )
                     if piece.finish_reason is not None:
                         closing = self.shape.closing(piece.index, piece.finish_reason)
                         yield _event(self.envelope.chunk([closing], **empty))

@@ -1,6 +1,7 @@
 """The requests: OpenAI's fields, checked before any work, each error naming its field."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,8 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from sparda_jax.adjusting import MAX_BIASES, MAX_STOP_IDS
+from sparda_jax.logprobs import MAX_LOGPROBS
 from sparda_jax.serve.errors import ApiError
 
 MAX_STOPS = 4
@@ -28,25 +31,14 @@ _OFF: Mapping[str, Callable[[Any], bool]] = {
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
     "response_format": lambda v: v == {"type": "text"},
-    "logit_bias": lambda v: v == {},
-    "logprobs": lambda v: v is False,
-    "top_logprobs": lambda v: False,
     "modalities": lambda v: v == ["text"],
     "audio": lambda v: False,
     "suffix": lambda v: v == "",
     "reasoning_effort": lambda v: False,
     "verbosity": lambda v: False,
     "web_search_options": lambda v: False,
-    "presence_penalty": lambda v: _is_number(v, 0),
-    "frequency_penalty": lambda v: _is_number(v, 0),
-    "repetition_penalty": lambda v: _is_number(v, 1),
-    "min_p": lambda v: _is_number(v, 0),
     "continue_final_message": lambda v: v is False,
 }
-
-
-def _is_number(value: Any, wanted: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == wanted
 
 
 def _fail(message: str) -> PydanticCustomError:
@@ -97,6 +89,20 @@ def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
+def _biases(value: Any) -> Any:
+    """OpenAI's names are token ids as text, since JSON has no others."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        raise _fail(f"it has {len(value)} entries; at most {MAX_BIASES} are allowed")
+    if not all(re.fullmatch("0|[1-9][0-9]{0,9}", name) for name in value):
+        raise _fail('its names must be token ids, such as {"5": -100}')
+    for name, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise _fail(f"the bias of token {name} must be a number from -100 to 100")
+    return {int(name): float(bias) for name, bias in value.items()}
+
+
 def _prompt_list(value: Any) -> Any:
     """``str | list[str] | list[int] | list[list[int]]`` to a list of prompts."""
     wrong = _fail("it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
@@ -133,12 +139,21 @@ class Request(_Strict):
 
 
 class GenerationRequest(Request):
-    """What both generating endpoints take. Extensions of OpenAI's: top_k, stop_token_ids, ignore_eos, return_stats."""
+    """What both generating endpoints take.
+
+    Extensions of OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, return_stats.
+    """
 
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = None
+    min_tokens: int | None = Field(default=None, ge=0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: Annotated[
@@ -161,6 +176,16 @@ class GenerationRequest(Request):
         """Name and value of the field that limits the new tokens."""
         return "max_tokens", self.max_tokens
 
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are reported beside each token; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
+
 
 class Message(_Strict):
     """One turn of a conversation."""
@@ -182,6 +207,12 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: TemplateArguments | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_tokens_field(self) -> tuple[str, int | None]:
@@ -194,8 +225,18 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Annotated[list[Text] | list[list[int]], BeforeValidator(_prompt_list)]
+    max_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1)
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def repeats_prompt(self) -> bool:
+        return bool(self.echo)
 
 
 class TokenizeRequest(Request):
@@ -247,6 +288,16 @@ def _check_combinations(request: Request) -> None:
         raise ApiError.bad_field("best_of", f"best_of={request.best_of} is not supported; it may not exceed n")
     if isinstance(request, ChatRequest) and None not in (request.max_tokens, request.max_completion_tokens):
         raise ApiError.bad_field("max_tokens", "give max_completion_tokens or max_tokens, not both")
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise ApiError.bad_field("max_tokens", "max_tokens=0 is allowed only with echo=true")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError.bad_field("top_logprobs", "top_logprobs is allowed only with logprobs=true")
+    if isinstance(request, GenerationRequest) and request.min_tokens:
+        # The model's own ends of a sequence are held back, too.
+        count, most = len(set(request.stop_token_ids or ())), MAX_STOP_IDS // 2
+        if count > most:
+            message = f"stop_token_ids has {count} ids; with min_tokens at most {most} are allowed"
+            raise ApiError.bad_field("stop_token_ids", message)
     if isinstance(request, TokenizeRequest):
         _check_tokenize(request)
 
@@ -268,10 +319,10 @@ def _check_tokenize(request: TokenizeRequest) -> None:
 def _field_error(error: pydantic.ValidationError) -> ApiError:
     """The first problem, with its field as ``messages[0].role``."""
     first = error.errors(include_url=False, include_input=False)[0]
-    # These two are turned into lists first, so what stands behind their names may mean nothing to the client.
+    # These are turned into something else first, so what stands behind their names may mean nothing to the client.
     if not first["loc"]:  # an object key that is no text
         return ApiError.bad_field(None, "the names of the request's fields must be text", code="invalid_json")
-    location = first["loc"][:1] if first["loc"][0] in ("prompt", "stop") else first["loc"]
+    location = first["loc"][:1] if first["loc"][0] in ("prompt", "stop", "logit_bias") else first["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if first["type"] == "extra_forbidden":
         return ApiError.bad_field(param, f"{param} is not a field that this server knows", code="unknown_field")

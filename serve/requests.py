@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
+from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.scheduler import Task
 
@@ -41,12 +42,16 @@ class TokenEvent:
         finish_reason: why this is the last one: ``stop`` for an end-of-sequence token, ``length``; else None.
         is_end: the token itself is an end-of-sequence token, whose text is not part of the answer.
         stats: what the sequence has read so far, where `Engine.submit` was asked for it.
+        logprobs: of this token, a row, where its parameters ask for them.
+        prompt_logprobs: of the prompt's tokens behind the first, likewise; with the first new token only.
     """
 
     token_id: int
     finish_reason: FinishReason | None = None
     is_end: bool = False
     stats: dict[str, Any] | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -2,9 +2,11 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from sparda_jax.serve.engine import FinishReason
+from sparda_jax.serve.requests import FinishReason
+from sparda_jax.serve.scored_tokens import Likely, ScoredToken
 
 Json = dict[str, Any]
 
@@ -16,23 +18,32 @@ class ChatShape:
     prompt_field = "messages"
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, echo: str) -> Json:
+    def opening(self, index: int) -> Json:
         """The chunk that opens an answer, or nothing."""
         return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, None)
 
-    def piece(self, index: int, text: str) -> Json:
-        return self._delta(index, {"content": text}, None)
+    def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
+        return self._delta(index, {"content": text}, None, logprobs)
 
     def closing(self, index: int, reason: FinishReason) -> Json:
         return self._delta(index, {}, reason)
 
-    def choice(self, index: int, text: str, reason: FinishReason) -> Json:
+    def choice(self, index: int, text: str, reason: FinishReason, logprobs: Json | None) -> Json:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
+        """``content``: an object a token, with the likeliest ones at its place."""
+
+        def entry(token: ScoredToken | Likely) -> Json:
+            return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+        content = [entry(token) | {"top_logprobs": [entry(other) for other in token.likeliest]} for token in tokens]
+        return {"content": content, "refusal": None}
 
     @staticmethod
-    def _delta(index: int, delta: Json, reason: FinishReason | None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(index: int, delta: Json, reason: FinishReason | None, logprobs: Json | None = None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 class CompletionShape:
@@ -42,17 +53,37 @@ class CompletionShape:
     prompt_field = "prompt"
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def opening(self, index: int, echo: str) -> Json | None:
-        return self.piece(index, echo) if echo else None
+    def opening(self, index: int) -> None:
+        """A text needs none."""
 
-    def piece(self, index: int, text: str) -> Json:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    def piece(self, index: int, text: str, logprobs: Json | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def closing(self, index: int, reason: FinishReason) -> Json:
-        return self.choice(index, "", reason)
+        return self.choice(index, "", reason, None)
 
-    def choice(self, index: int, text: str, reason: FinishReason) -> Json:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def choice(self, index: int, text: str, reason: FinishReason, logprobs: Json | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[ScoredToken]) -> Json:
+        """Four lists; at each place the likeliest tokens by their text, and the token itself."""
+        return {
+            "text_offset": [token.offset for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [token.text for token in tokens],
+            "top_logprobs": [_by_text(token) for token in tokens],
+        }
+
+
+def _by_text(token: ScoredToken) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for likely in token.likeliest:
+        # Of tokens with the same text, as parts of characters have, the best one counts.
+        found.setdefault(likely.text, likely.logprob)
+    found.setdefault(token.text, token.logprob)
+    return found
 
 
 Shape = ChatShape | CompletionShape

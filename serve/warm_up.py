@@ -74,20 +74,29 @@ def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
             at = np.array([smaller.capacity])
             runner.advance(full, at, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
         cache = runner.new_cache(1, capacity)
-        tokens, smaller, _, _ = runner.advance(
+        advanced = runner.advance(
             cache, np.zeros(1, int), np.zeros((1, size), np.int32), one, sparse, sampling, decode=False
         )
-        jax.block_until_ready(tokens)  # so that there is one of them in memory at a time
+        smaller = advanced.cache
+        # Waited for, so that there is one of them in memory at a time.
+        jax.block_until_ready(runner.score(advanced.stream, 0, np.zeros(size, np.int32))[0][0])
         yield
 
 
 def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
     """A sequence of each size enters a lane, decodes, is parked, goes on, is read back, and waits from the start.
 
-    Steps are of one size for all; the first sequence also takes the sampled ones.
+    Steps are of one size for all; the first sequence also takes the sampled ones. Before them comes one whose tokens
+    are counted, which does not depend on its size.
     """
     lanes, block_size = executor.lanes, executor.block_size
-    greedy = SamplingParams()
+    greedy, penalised = SamplingParams(), SamplingParams(repetition_penalty=2.0, max_tokens=1)
+    counted = executor.runner.start([0], penalised)
+    first = counted.advance()
+    assert first is not None
+    lanes.enter(0, counted.take_cache(), first, penalised, seen=counted.seen)
+    lanes.resume(0, lanes.park(0))
+    lanes.leave(0)
     for capacity in sizes:
         # The first step ends a block, which is written back, and the second one begins the next.
         lanes.enter(0, _with_length(executor.runner.new_cache(1, capacity), block_size - 1), 0, greedy)

@@ -20,6 +20,7 @@ from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS
+from sparda_jax.logprobs import SCORED_TOKENS
 from sparda_jax.model import abstract_decoder
 from sparda_jax.pallas_kernels.block_selection.prefill import SCORE_BYTES
 from sparda_jax.selection import Mode
@@ -240,7 +241,7 @@ def plan_memory(demand: Demand, slots_per_lane: int) -> MemoryPlan:
         partial_keys=all_layers(lambda layer: (layer.partial_keys, layer.partial_basis)) + skew,
         tables=all_layers(lambda layer: layer.residency) + _bytes(dataclasses.replace(state, layers=(), counts=counts)),
         staging=_staging(demand, all_layers(lambda layer: layer, staging) + _bytes(staging.lengths)),
-        workspace=prefill_workspace(demand) + decode_workspace(demand),
+        workspace=max(prefill_workspace(demand), scoring_workspace(demand)) + decode_workspace(demand),
         host_pool=demand.num_blocks * demand.block_bytes,
     )
 
@@ -284,10 +285,16 @@ def prefill_workspace(demand: Demand) -> int:
     return max(scores, inner) + streams
 
 
+def scoring_workspace(demand: Demand) -> int:
+    """Temporary arrays while a prompt's tokens are scored, as an upper estimate in bytes: logits, and streams."""
+    rows = min(SCORED_TOKENS, demand.prefill_chunks[-1])
+    return rows * (demand.config.vocab_size * demand.dtype.itemsize + 4 * demand.config.hidden_size)
+
+
 def decode_workspace(demand: Demand) -> int:
     """Temporary arrays of a decode step, as an upper estimate in bytes.
 
-    For each lane three float32 arrays over the vocabulary, the partial results of its attention (one for 3 list
+    For each lane five float32 arrays over the vocabulary, the partial results of its attention (one for 3 list
     positions, padded to 16 heads a group), its streams and the MLP's inner arrays. Where whole layers are streamed, two
     of them besides: one is read while the next one comes.
     """
@@ -295,4 +302,4 @@ def decode_workspace(demand: Demand) -> int:
     partials = 4 * 16 * config.num_kv_heads * -(-demand.list_width // 3) * (config.head_dim + 2)
     streams = item * (4 * config.hidden_size + 3 * config.intermediate_size)
     in_flight = min(2, config.num_layers - 1) * demand.stream_buffer
-    return demand.batch * (3 * 4 * config.vocab_size + partials + streams) + in_flight
+    return demand.batch * (5 * 4 * config.vocab_size + partials + streams) + in_flight

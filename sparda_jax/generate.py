@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from sparda_jax.adjusting import count, prompt_tokens
 from sparda_jax.cache import KVCache
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import Backends
 from sparda_jax.forward import Skew, forward
 from sparda_jax.infinigen import calibrate
+from sparda_jax.logprobs import SCORED_TOKENS, Logprobs, Scores, score, score_if
 from sparda_jax.model import Decoder
 from sparda_jax.prefill import by_bits
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
@@ -37,11 +39,41 @@ def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
-def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, *, mode, decode, max_len):
+def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, *, mode, decode, max_len):
     model = nnx.merge(graphdef, state)
-    return forward_and_sample(
-        model, cache, tokens, num_new, sparse, sampling, mode=mode, decode=decode, max_len=max_len, skew=skew
-    )
+    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew}
+    return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, **ways)
+
+
+_count = jax.jit(count)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "rows"))
+def _score(graphdef, state, stream, lane, start, targets, *, rows):
+    """Log probabilities of the tokens that follow ``rows`` positions of a chunk."""
+    hidden = jax.lax.dynamic_slice(stream, (lane, start, 0), (1, rows, stream.shape[2]))[0]
+    return score(nnx.merge(graphdef, state).logits(hidden), targets)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """What one prefill chunk or decode step gives.
+
+    Attributes:
+        tokens: those that follow each sequence's last new one.
+        cache: with the new tokens.
+        read, visible: blocks, per layer and sequence, and per sequence.
+        logprobs: of ``tokens``; zeros where nobody wants them.
+        stream: the new tokens' residual stream before the final norm.
+    """
+
+    tokens: Int[Array, "batch"]
+    cache: KVCache
+    read: Int[Array, "layers batch"]
+    visible: Int[Array, "batch"]
+    logprobs: Scores
+    stream: Float[Array, "batch q_len hidden"]
 
 
 def forward_and_sample(
@@ -51,20 +83,29 @@ def forward_and_sample(
     num_new: Int[Array, "batch"],
     sparse: Bool[Array, "batch"],
     sampling: SamplingState,
+    seen: Int[Array, "batch vocab"] | None = None,
     **ways: Any,
-) -> tuple[Int[Array, "batch"], KVCache, Int[Array, "layers batch"], Int[Array, "batch"]]:
+) -> Advanced:
     """One prefill chunk or decode step, and the token that follows each sequence's last new one.
 
     Args:
-        ways: further arguments of `forward`, which says what the others are.
-
-    Returns:
-        The tokens, the cache, and the blocks read and visible.
+        ways: further arguments of `forward`, which says what the others are; ``sampling`` and ``seen`` as of `sample`.
     """
     x, cache, trace = forward(model, cache, tokens, num_new, sparse, **ways)
     last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
-    following = sample(model.logits(last), sampling, cache.lengths)
-    return following, cache, trace.blocks_read, trace.blocks_visible
+    logits = model.logits(last)
+    following = sample(logits, sampling, cache.lengths, seen)
+    return Advanced(
+        tokens=following,
+        cache=cache,
+        read=trace.blocks_read,
+        visible=trace.blocks_visible,
+        logprobs=score_if(sampling.logprobs, logits, following),
+        stream=x,
+    )
+
+
+Scored = tuple[Scores, slice]
 
 
 @functools.partial(jax.jit, static_argnames=("capacity",))
@@ -155,6 +196,7 @@ class Runner:
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
         """Tokens of a prefill chunk, ascending: the smallest that holds the rest of a prompt is taken."""
+        self._unseen: dict[int, Int[Array, "batch vocab"]] = {}
 
     @property
     def model(self) -> Decoder:
@@ -208,8 +250,8 @@ class Runner:
         """Refuses a request that could not run; nothing is computed.
 
         Raises:
-            ValueError: an empty prompt, a token id that is no integer or outside the vocabulary, or more tokens than
-                fit.
+            ValueError: an empty prompt, a token id that is no integer or outside the vocabulary, in ``logit_bias`` and
+                ``stop_token_ids`` too, or more tokens than fit.
         """
         if not len(prompt):
             raise ValueError("prompt is empty: give at least one token")
@@ -220,6 +262,13 @@ class Runner:
             raise ValueError(
                 f"prompt holds token ids {ids.min()}..{ids.max()}, outside vocab_size={self.config.vocab_size}"
             )
+        for name, named in (
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            outside = [token for token in named if not 0 <= token < self.config.vocab_size]
+            if outside:
+                raise ValueError(f"{name} holds {outside[0]}, outside vocab_size={self.config.vocab_size}")
         if len(prompt) + params.max_tokens > self.max_model_len:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
@@ -257,11 +306,11 @@ class Runner:
         sparse: np.ndarray,
         sampling: SamplingState,
         decode: bool,
-    ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
+        seen: Int[Array, "batch vocab"] | None = None,
+    ) -> Advanced:
         """Launches one compiled step and waits for nothing; ``lengths`` are the cache's, which the host knows.
 
-        See :func:`sparda_jax.forward.forward` for the other arguments. Returns the tokens that follow, the cache, and
-        the blocks read and visible.
+        See :func:`sparda_jax.forward.forward` for the other arguments. ``seen`` as of `sample`; None: nothing.
         """
         needed = self.capacity_for(int(np.max(lengths + num_new)))
         if needed > cache.capacity:
@@ -275,10 +324,51 @@ class Runner:
             jnp.asarray(num_new, jnp.int32),
             jnp.asarray(sparse, bool),
             sampling,
+            self._nothing_seen(len(lengths)) if seen is None else seen,
             mode=self.mode,
             decode=decode,
             max_len=self.max_model_len,
         )
+
+    def seen_in(self, prompts: Seq[np.ndarray]) -> Int[Array, "batch vocab"]:
+        """What penalties are counted from, see `adjusting.prompt_tokens`."""
+        return jax.device_put(prompt_tokens(prompts, self.config.vocab_size), self._device)
+
+    def score(self, stream: Float[Array, "batch q_len hidden"], lane: int, targets: np.ndarray) -> list[Scored]:
+        """Log probabilities of what follows each of a chunk's first tokens; waits for nothing.
+
+        Args:
+            stream: of the chunk.
+            lane: the sequence.
+            targets: the tokens that follow its first tokens.
+
+        Returns:
+            Pieces of the same number of rows, one behind the other, each with those of its rows that count.
+        """
+        size = stream.shape[1]
+        rows = min(SCORED_TOKENS, size)
+        padded = np.zeros(size, np.int32)
+        padded[: len(targets)] = targets
+        pieces = []
+        for begin in range(0, len(targets), rows):
+            # The last piece of an odd chunk begins before its own rows.
+            start = min(begin, size - rows)
+            scored = _score(
+                self._graphdef,
+                self._state,
+                stream,
+                jnp.int32(lane),
+                jnp.int32(start),
+                jnp.asarray(padded[start : start + rows]),
+                rows=rows,
+            )
+            pieces.append((scored, slice(begin - start, min(begin + rows, len(targets)) - start)))
+        return pieces
+
+    def _nothing_seen(self, batch: int) -> Int[Array, "batch vocab"]:
+        if batch not in self._unseen:
+            self._unseen[batch] = self.seen_in([np.zeros(0, np.int32)] * batch)
+        return self._unseen[batch]
 
 
 class Lanes:
@@ -289,7 +379,12 @@ class Lanes:
         self._prompts = [np.asarray(p, np.int32) for p in prompts]
         self.prompt_tokens = np.array([len(p) for p in prompts])
         self.prefilled = 0
-        self._sampling = SamplingState.of(params)
+        self._sampling = SamplingState.of(params, self.prompt_tokens.tolist())
+        self._seen = runner.seen_in(self._prompts) if any(p.counts_tokens for p in params) else None
+        self._params = list(params)
+        self._scored: list[list[Scored] | None] = [None if p.prompt_logprobs is None else [] for p in params]
+        self.logprobs: list[Logprobs | None] = [None] * len(prompts)
+        """Of each lane's newest token, where its parameters ask for them."""
         self._live = np.ones(len(prompts), bool)
         self._last = np.zeros(len(prompts), np.int32)
         self._lengths = np.zeros(len(prompts), np.int64)
@@ -314,11 +409,26 @@ class Lanes:
                 f"prefix holds {lengths.tolist()} tokens: it must be one sequence, of at least one token and fewer "
                 f"than the prompt's {prompt}"
             )
+        if self._scored[0] is not None:
+            raise ValueError("prefix holds tokens that prompt_logprobs wants computed: begin without one")
         self.prefilled, self._lengths, self._cache = int(lengths[0]), lengths.astype(np.int64), prefix
 
     def finish(self, lane: int) -> None:
         """The lane stops: it takes part in no further step."""
         self._live[lane] = False
+
+    @property
+    def seen(self) -> Int[Array, "batch vocab"] | None:
+        """See `Sequence.seen`."""
+        return self._seen
+
+    def prompt_logprobs(self, lane: int) -> Logprobs | None:
+        """Of a prompt's tokens behind the first, as far as it is prefilled; waits for them. None: not asked for."""
+        scored, likeliest = self._scored[lane], self._params[lane].prompt_logprobs
+        if scored is None or likeliest is None:
+            return None
+        pieces = [piece.to_host().rows(rows, likeliest) for piece, rows in scored]
+        return Logprobs.concatenate(pieces, likeliest)
 
     @property
     def launched(self) -> jax.Array | None:
@@ -357,34 +467,51 @@ class Lanes:
             tokens[lane, : len(piece)] = piece
         num_new = np.clip(self.prompt_tokens - start, 0, size)
         # One decision for the whole prompt, however it is cut.
-        following = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False)
+        advanced = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False)
+        for lane, scored in enumerate(self._scored):
+            targets = self._prompts[lane][start + 1 : start + size + 1]
+            if scored is not None and len(targets):
+                scored += runner.score(advanced.stream, lane, targets)
         ended = (num_new > 0) & (self.prompt_tokens <= start + size)
         if ended.any():
-            self._last = np.where(ended, np.asarray(following), self._last).astype(np.int32)
+            self._last = np.where(ended, np.asarray(advanced.tokens), self._last).astype(np.int32)
+            self._note(advanced, ended)
         self.prefilled = min(start + size, longest)
         return self._last
 
     def _decode(self) -> np.ndarray:
         num_new = self._live.astype(np.int32)
-        following = self._step(self._last[:, None], num_new, self._is_sparse(self._lengths + 1), decode=True)
-        return np.asarray(following)
+        advanced = self._step(self._last[:, None], num_new, self._is_sparse(self._lengths + 1), decode=True)
+        self._note(advanced, self._live)
+        return np.asarray(advanced.tokens)
+
+    def _note(self, advanced: Advanced, which: np.ndarray) -> None:
+        """The new tokens of these lanes count for penalties, and their log probabilities are kept."""
+        if self._seen is not None:
+            self._seen = _count(self._seen, advanced.tokens, jnp.asarray(which))
+        wanted = [lane for lane, p in enumerate(self._params) if which[lane] and p.logprobs is not None]
+        found = advanced.logprobs.to_host() if wanted else None
+        for lane in wanted:
+            assert found is not None
+            self.logprobs[lane] = found.row(lane, self._params[lane].logprobs or 0)
 
     def _is_sparse(self, lengths: np.ndarray) -> np.ndarray:
         return lengths >= self._runner.config.sparse.dense_len
 
-    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> jax.Array:
+    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> Advanced:
         if self._taken:
             raise ValueError("the cache has been taken: this sequence can't go on")
         self._settle()
         cache, self._cache = self._cache, None
         if cache is None:
             cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(int(num_new.max())))
-        following, self._cache, read, visible = self._runner.advance(
-            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode
+        advanced = self._runner.advance(
+            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode, self._seen
         )
+        self._cache = advanced.cache
         self._lengths += num_new
-        self._launched = (decode, num_new, read, visible)
-        return following
+        self._launched = (decode, num_new, advanced.read, advanced.visible)
+        return advanced
 
     def _settle(self) -> None:
         """Waits for what was launched last, and counts what it read."""
@@ -421,6 +548,21 @@ class Sequence:
     def launched(self) -> jax.Array | None:
         """An array of the chunk that was launched last, for whoever wants to wait for it; None once it is counted."""
         return self._lanes.launched
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Of the newest token, where they are asked for."""
+        return self._lanes.logprobs[0]
+
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """Of the prompt's tokens behind the first, as far as it is prefilled, where they are asked for; waits."""
+        return self._lanes.prompt_logprobs(0)
+
+    @property
+    def seen(self) -> Int[Array, "1 vocab"] | None:
+        """The tokens of prompt and answer, for `DecodeLanes.enter`; None: its parameters have no penalties."""
+        return self._lanes.seen
 
     def take_cache(self) -> KVCache:
         """The cache of what went in so far, for `DecodeLanes.enter`; this sequence can't go on.

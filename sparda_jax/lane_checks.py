@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
@@ -12,6 +13,7 @@ from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
+from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 
 
@@ -89,6 +91,16 @@ def check_sequence(
     if plan.mode is Mode.INFINIGEN and cache.layers[0].channel_weight is None:
         raise ConfigError("mode=infinigen needs a cache made for it (KVCache.empty(..., infinigen=True))")
     return length
+
+
+def check_input(
+    first_token: int, params: SamplingParams, seen: Int[Array, "1 vocab"] | None, config: ModelConfig
+) -> None:
+    """Raises the ValueError that `DecodeLanes.enter` names for what a sequence goes on with."""
+    if not 0 <= first_token < config.vocab_size:
+        raise ValueError(f"first_token={first_token} is outside vocab_size={config.vocab_size}")
+    if params.counts_tokens and seen is None:
+        raise ValueError("seen is missing: with penalties, give the tokens of prompt and answer (`Sequence.seen`)")
 
 
 def check_sharing(shared: Sequence[int], plan: DecodePlan) -> None:

@@ -14,16 +14,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
+from sparda_jax.adjusting import count
 from sparda_jax.cache.admission import PartialBasis, admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
-from sparda_jax.cache.parking import Parked, put_input, seat, take_input
+from sparda_jax.cache.parking import Parked, put_input, put_seen, seat, take_input, take_seen
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.decode import Choose, decode_step
 from sparda_jax.decode_plan import DecodePlan
 from sparda_jax.forward import Skew
-from sparda_jax.lane_checks import check_lanes, check_sequence, check_sharing
+from sparda_jax.lane_checks import check_input, check_lanes, check_sequence, check_sharing
+from sparda_jax.logprobs import Scores, score_if
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
 from sparda_jax.telemetry import Counts, DecodeStats, HostClock
@@ -35,6 +37,7 @@ class _Lane:
 
     length: int
     blocks: list[int]
+    counts_tokens: bool = False
 
 
 class DecodeLanes:
@@ -98,6 +101,8 @@ class DecodeLanes:
         self._seat = jax.jit(functools.partial(seat, backend=plan.backends.record_copy), donate_argnums=0)
         self.copies: Int[Array, "layers batch kv_heads"] | None = None
         """Records that the last step copied, per layer, lane and KV head."""
+        self.logprobs: Scores | None = None
+        """Of the last step's tokens, a row a lane; zeros where no lane wants them."""
 
     def _program(self, plan: DecodePlan) -> Callable:
         """A step; compiled when it is first called."""
@@ -127,7 +132,14 @@ class DecodeLanes:
         return entry.blocks[: entry.length // self.config.sparse.block_size] if entry else []
 
     def enter(
-        self, lane: int, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()
+        self,
+        lane: int,
+        cache: KVCache,
+        first_token: int,
+        params: SamplingParams,
+        *,
+        shared: Sequence[int] = (),
+        seen: Int[Array, "1 vocab"] | None = None,
     ) -> None:
         """Gives an empty lane a prefilled sequence.
 
@@ -135,30 +147,42 @@ class DecodeLanes:
             lane: an empty lane.
             cache: the sequence, of batch 1.
             first_token: the token that follows it: the input of the lane's first step.
-            params: how its tokens are sampled.
+            params: how its tokens are sampled; ``min_tokens`` is counted from the end of the cache.
             shared: the physical blocks that hold the sequence's first whole blocks already, in order. The caller's use
                 of them passes to the lane, which gives them back with its own.
+            seen: the tokens of prompt and answer, the first one too (`generate.Sequence.seen`), for penalties.
 
         Raises:
             ValueError: there is no such lane, or it is in use; the cache is not of one sequence of these lanes' model;
                 the sequence is empty or longer than a lane can be, or it has fewer whole blocks than are shared; one of
-                these is not in use; or the vocabulary has no such token.
+                these is not in use; the vocabulary has no such token; or ``params`` has penalties and ``seen`` is
+                missing.
             ConfigError: InfiniGen's lanes were given a cache without channel weights, or shared blocks.
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
         self._check_empty(lane)
-        token, row = self._input(first_token, params)
-        entry, ids = self._store(cache, shared)
+        check_input(first_token, params, seen, self.config)
+        entry, ids = self._store(cache, shared, params)
+        token, row = self._input(first_token, params, entry.length)
         self._state = self._admit(self._state, cache, jnp.int32(lane), ids, jnp.int32(len(shared)), skew=self._skew)
-        self._put_input(lane, token, row)
+        self._put_input(lane, token, row, seen)
         self._lanes[lane] = entry
 
-    def adopt(self, cache: KVCache, first_token: int, params: SamplingParams, *, shared: Sequence[int] = ()) -> Parked:
+    def adopt(
+        self,
+        cache: KVCache,
+        first_token: int,
+        params: SamplingParams,
+        *,
+        shared: Sequence[int] = (),
+        seen: Int[Array, "1 vocab"] | None = None,
+    ) -> Parked:
         """Takes a prefilled sequence that has no lane yet; arguments and errors are those of `enter`."""
-        token, row = self._input(first_token, params)
-        entry, ids = self._store(cache, shared)
+        check_input(first_token, params, seen, self.config)
+        entry, ids = self._store(cache, shared, params)
+        token, row = self._input(first_token, params, entry.length)
         self._state, basis = self._write_pages(self._state, cache, ids, jnp.int32(len(shared)), skew=self._skew)
-        return self._wait(entry, token, row, basis)
+        return self._wait(entry, token, row, basis, seen if entry.counts_tokens else None)
 
     def park(self, lane: int) -> Parked:
         """Empties a lane whose sequence is to go on later; its blocks stay in use.
@@ -174,8 +198,9 @@ class DecodeLanes:
         self._pool.write_tail(self._state, lane)
         bases = tuple(layer.partial_basis for layer in self._state.layers)
         token, row, basis = take_input(self._tokens, self._sampling, bases, jnp.int32(lane))
+        seen = take_seen(self._state.seen, jnp.int32(lane)) if entry.counts_tokens else None
         self._vacate(lane)
-        return self._wait(entry, token, row, basis)
+        return self._wait(entry, token, row, basis, seen)
 
     def resume(self, lane: int, parked: Parked) -> None:
         """Gives an empty lane a parked sequence, which goes on as if it had never waited.
@@ -196,9 +221,10 @@ class DecodeLanes:
             jnp.int32(parked.length),
             parked.partial_basis,
         )
-        self._put_input(lane, parked.token, parked.sampling)
+        self._put_input(lane, parked.token, parked.sampling, parked.seen)
         self._parked.remove(parked)
-        self._lanes[lane] = _Lane(length=parked.length, blocks=list(parked.blocks))
+        counts = parked.seen is not None
+        self._lanes[lane] = _Lane(length=parked.length, blocks=list(parked.blocks), counts_tokens=counts)
 
     def drop(self, parked: Parked) -> None:
         """Forgets a parked sequence; its blocks are free at once.
@@ -321,7 +347,9 @@ class DecodeLanes:
         if parked not in self._parked:
             raise ValueError("parked does not wait here: resume or drop what these lanes parked, and only once")
 
-    def _store(self, cache: KVCache, shared: Sequence[int]) -> tuple[_Lane, Int[Array, "blocks"]]:
+    def _store(
+        self, cache: KVCache, shared: Sequence[int], params: SamplingParams
+    ) -> tuple[_Lane, Int[Array, "blocks"]]:
         """Takes the blocks of a sequence and writes those that are not shared, the partial one too, to the pool.
 
         Returns the sequence, and the block of each block of the cache's capacity; errors as of `enter`.
@@ -336,23 +364,39 @@ class DecodeLanes:
         ids[:num_blocks] = blocks
         block_ids = jnp.asarray(ids)
         self._pool.store(cache, block_ids, len(shared), num_blocks)
-        return _Lane(length=length, blocks=blocks), block_ids
+        return _Lane(length=length, blocks=blocks, counts_tokens=params.counts_tokens), block_ids
 
-    def _input(self, token: int, params: SamplingParams) -> tuple[Int[Array, ""], SamplingState]:
-        if not 0 <= token < self.config.vocab_size:
-            raise ValueError(f"first_token={token} is outside vocab_size={self.config.vocab_size}")
+    def _input(self, token: int, params: SamplingParams, length: int) -> tuple[Int[Array, ""], SamplingState]:
         # On the lanes' device like what comes out of a lane, so that both go through the same programs.
-        return jax.device_put((jnp.int32(token), SamplingState.of([params])), self._device)
+        return jax.device_put((jnp.int32(token), SamplingState.of([params], [length])), self._device)
 
-    def _put_input(self, lane: int, token: Int[Array, ""], row: SamplingState) -> None:
+    def _put_input(
+        self, lane: int, token: Int[Array, ""], row: SamplingState, seen: Int[Array, "1 vocab"] | None
+    ) -> None:
         self._tokens, self._sampling = put_input(self._tokens, self._sampling, jnp.int32(lane), token, row)
+        if seen is not None:
+            self._state = dataclasses.replace(self._state, seen=put_seen(self._state.seen, jnp.int32(lane), seen))
 
     def _vacate(self, lane: int) -> None:
         self._state = dataclasses.replace(self._state, live=_without(self._state.live, jnp.int32(lane)))
         self._lanes[lane] = None
 
-    def _wait(self, entry: _Lane, token: Int[Array, ""], row: SamplingState, basis: PartialBasis) -> Parked:
-        parked = Parked(length=entry.length, blocks=tuple(entry.blocks), token=token, sampling=row, partial_basis=basis)
+    def _wait(
+        self,
+        entry: _Lane,
+        token: Int[Array, ""],
+        row: SamplingState,
+        basis: PartialBasis,
+        seen: Int[Array, "1 vocab"] | None,
+    ) -> Parked:
+        parked = Parked(
+            length=entry.length,
+            blocks=tuple(entry.blocks),
+            token=token,
+            sampling=row,
+            partial_basis=basis,
+            seen=seen,
+        )
         self._parked.add(parked)
         return parked
 
@@ -371,13 +415,13 @@ class DecodeLanes:
         self._take(self._comparing_step if place == 0 else self._step, self._tokens, new_blocks)
 
     def _take(self, step: Callable, tokens: Int[Array, "batch"], new_blocks: Int[Array, "batch"]) -> None:
-        self._state, self._tokens, self.copies = step(
+        self._state, self._tokens, self.copies, self.logprobs = step(
             self._weights, self._state, self._pool.arrays, tokens, new_blocks, self._sampling
         )
 
     def _take_twice(self, new_blocks: Int[Array, "batch"]) -> None:
         """Takes a step, goes back by a token and takes it again: the same work and results, but nothing is missing."""
-        tokens = self._tokens
+        tokens, seen = self._tokens, _copied(self._state.seen)
 
         def seconds() -> float:
             # A program launched now comes behind everything that is under way, such as a chunk of a prompt.
@@ -390,7 +434,7 @@ class DecodeLanes:
         with_copies = seconds()
         state, copies = self._state, self.copies
         counts = _copied(state.counts)
-        self._state = dataclasses.replace(state, lengths=state.lengths - state.live)
+        self._state = dataclasses.replace(state, lengths=state.lengths - state.live, seen=seen)
         self._clock.wait += with_copies - seconds()
         self._clock.timed += 1
         self._state, self.copies = dataclasses.replace(self._state, counts=counts), copies
@@ -411,9 +455,9 @@ def _count_finished(
 
 
 @jax.jit
-def _copied(counts: Counts) -> Counts:
-    """The next step takes the place of the originals."""
-    return jax.tree.map(jnp.copy, counts)
+def _copied[Part: (Counts, Array)](part: Part) -> Part:
+    """A part of the state: the next step takes the place of the original."""
+    return jax.tree.map(jnp.copy, part)
 
 
 def step_and_sample(
@@ -426,20 +470,24 @@ def step_and_sample(
     new_blocks: Int[Array, "batch"],
     sampling: SamplingState,
     choose: Choose | None = None,
-) -> tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"]]:
-    """One step of all lanes as one program: the new tokens, the cache, and the records that each layer copied.
+) -> tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"], Scores]:
+    """One step of all lanes as one program.
 
+    Returns the new tokens, the cache, the records that each layer copied, and the new tokens' log probabilities.
     The arguments are those of `decode_step` and `sample`; the model comes in two parts, as `nnx.split` gives them.
     """
     model = nnx.merge(graphdef, weights)
     x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan, choose)
-    following = sample(model.logits(x), sampling, state.lengths)
-    return jnp.where(state.live, following, tokens), state, copies
+    logits = model.logits(x)
+    following = sample(logits, sampling, state.lengths, state.seen)
+    logprobs = score_if(sampling.logprobs, logits, following)
+    state = dataclasses.replace(state, seen=count(state.seen, following))
+    return jnp.where(state.live, following, tokens), state, copies, logprobs
 
 
 def state_first(
-    step: Callable[..., tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"]]],
-) -> Callable[..., tuple[DecodeState, Int[Array, "batch"], Int[Array, "layers batch kv_heads"]]]:
+    step: Callable[..., tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"], Scores]],
+) -> Callable[..., tuple[DecodeState, Int[Array, "batch"], Int[Array, "layers batch kv_heads"], Scores]]:
     """`step_and_sample` with the state as its first result, for a program that it is donated to.
 
     A donated array becomes the first result of its shape. Behind the tokens, each of the state's numbers per lane would
@@ -447,7 +495,7 @@ def state_first(
     """
 
     def reordered(*args):
-        tokens, state, copies = step(*args)
-        return state, tokens, copies
+        tokens, state, copies, logprobs = step(*args)
+        return state, tokens, copies, logprobs
 
     return reordered

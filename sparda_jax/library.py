@@ -15,6 +15,7 @@ from sparda_jax.assets import BUNDLED_MODEL, CALIBRATION_TEXT
 from sparda_jax.checkpoint import load_model
 from sparda_jax.config import ModelConfig
 from sparda_jax.generate import GenerationStats, Lanes, Runner
+from sparda_jax.logprobs import Logprobs
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
@@ -32,6 +33,7 @@ class Generation:
         finish_reason: "stop" at an end-of-sequence token, "length" at the limit.
         prompt_tokens: length of the prompt.
         stats: blocks read and visible per layer, with ``return_stats=True``.
+        logprobs: of the tokens, a row each, with ``logprobs=``.
     """
 
     text: str
@@ -39,6 +41,7 @@ class Generation:
     finish_reason: str
     prompt_tokens: int
     stats: GenerationStats | None
+    logprobs: Logprobs | None
 
 
 class SparDA:
@@ -109,6 +112,13 @@ class SparDA:
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
         return_stats: bool = False,
     ) -> list[Generation]:
         """Continues a ragged batch of prompts; each result is what the prompt alone would give.
@@ -118,6 +128,10 @@ class SparDA:
             max_new_tokens: new tokens at most, per prompt.
             temperature, top_p, top_k: see :class:`~sparda_jax.sampling.SamplingParams`.
             seed: prompt i is sampled with ``seed + i``, modulo 2**64.
+            min_p, presence_penalty, frequency_penalty, repetition_penalty: see there.
+            logit_bias: what is added to the logits of these token ids.
+            min_tokens: new tokens before an end-of-sequence token.
+            logprobs: fill :attr:`Generation.logprobs`, with so many of the likeliest tokens at each place.
             return_stats: fill :attr:`Generation.stats`.
 
         Raises:
@@ -125,12 +139,26 @@ class SparDA:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Seq | np.ndarray))
         batch = cast(list[Prompt], [prompts] if single else list(prompts))
-        first = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        first = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=tuple((logit_bias or {}).items()),
+            min_tokens=min_tokens,
+            stop_token_ids=self.config.eos_token_ids,
+            logprobs=logprobs,
+        )
         params = [
             first if seed is None else dataclasses.replace(first, seed=(seed + i) % 2**64) for i in range(len(batch))
         ]
         lanes = self.runner.start_batch([self.encode(p) for p in batch], params)
-        tokens, reasons = _run(lanes, len(batch), max_new_tokens, self.config.eos_token_ids)
+        tokens, reasons, rows = _run(lanes, len(batch), max_new_tokens, self.config.eos_token_ids)
         return [
             Generation(
                 text=self.tokenizer.decode(tokens[lane]),
@@ -138,14 +166,18 @@ class SparDA:
                 finish_reason=reasons[lane],
                 prompt_tokens=int(lanes.prompt_tokens[lane]),
                 stats=lanes.stats[lane] if return_stats else None,
+                logprobs=None if logprobs is None else Logprobs.concatenate(rows[lane], logprobs),
             )
             for lane in range(len(batch))
         ]
 
 
-def _run(lanes: Lanes, batch: int, max_new_tokens: int, eos: tuple[int, ...]) -> tuple[list[list[int]], list[str]]:
+def _run(
+    lanes: Lanes, batch: int, max_new_tokens: int, eos: tuple[int, ...]
+) -> tuple[list[list[int]], list[str], list[list[Logprobs]]]:
     """Advances until every lane has met an end-of-sequence id or the limit."""
     tokens: list[list[int]] = [[] for _ in range(batch)]
+    logprobs: list[list[Logprobs]] = [[] for _ in range(batch)]
     reasons = ["length"] * batch
     live = set(range(batch))
     while live:
@@ -158,7 +190,9 @@ def _run(lanes: Lanes, batch: int, max_new_tokens: int, eos: tuple[int, ...]) ->
                 reasons[lane] = "stop"
             else:
                 tokens[lane].append(token)
+                if (row := lanes.logprobs[lane]) is not None:
+                    logprobs[lane].append(row)
             if token in eos or len(tokens[lane]) == max_new_tokens:
                 lanes.finish(lane)
                 live.discard(lane)
-    return tokens, reasons
+    return tokens, reasons, logprobs

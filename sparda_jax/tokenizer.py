@@ -148,6 +148,14 @@ class Tokenizer:
         """Each token as the vocabulary spells it; empty for an id that the tokenizer does not know."""
         return [self._backend.id_to_token(i) or "" for i in ids]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself; of a control token, which adds nothing to a text, its spelling."""
+        return self._token_bytes(token_id) or (self._backend.id_to_token(token_id) or "").encode()
+
+    def adds_text(self, token_id: int) -> bool:
+        """Whether a token adds bytes to a text; control tokens don't."""
+        return bool(self._token_bytes(token_id))
+
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A new streaming decoder, for the continuation of a prompt."""
         return IncrementalDetokenizer(self._token_bytes)

@@ -279,7 +279,7 @@ def measure(model: Decoder, case: Case) -> Measured:
             if again:
                 state, tokens = dataclasses.replace(state, lengths=lengths[step]), first
             clock.launching()
-            state, tokens, _ = program(weights, state, pools, tokens, none, sampling)
+            state, tokens, *_ = program(weights, state, pools, tokens, none, sampling)
             clock.launched(tokens)
         jax.block_until_ready((tokens, state))
         seconds = (time.perf_counter() - began) / steps

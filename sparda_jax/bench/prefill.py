@@ -89,7 +89,8 @@ class Prefill:
         ways = {"mode": case.mode, "decode": False, "max_len": case.capacity, "choose": choose}
 
         def chunk(weights: nnx.State, cache: KVCache, *operands: Any) -> tuple[jax.Array, KVCache, Any, Any]:
-            return forward_and_sample(nnx.merge(graphdef, weights), cache, *operands, **ways)
+            found = forward_and_sample(nnx.merge(graphdef, weights), cache, *operands, **ways)
+            return found.tokens, found.cache, found.read, found.visible
 
         self._rng = np.random.default_rng(0)
         self._vocab, self._layers = config.vocab_size, config.num_layers

@@ -1,6 +1,7 @@
 """A sequence without a lane: all its blocks lie in the host pool and its pages stay, so nothing is computed again."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ class Parked:
         token: the input of the sequence's next step.
         sampling: how its tokens are sampled, a batch of one.
         partial_basis: what it keeps of InfiniGen's basis.
+        seen: the tokens of prompt and answer, a batch of one; None: it has no penalties.
     """
 
     length: int
@@ -31,6 +33,7 @@ class Parked:
     token: Int[Array, ""]
     sampling: SamplingState
     partial_basis: PartialBasis
+    seen: Int[Array, "1 vocab"] | None
 
 
 @jax.jit
@@ -55,6 +58,20 @@ def put_input(
 ) -> tuple[Int[Array, "batch"], SamplingState]:
     """The lanes' tokens and sampling parameters, with those of one lane exchanged."""
     return tokens.at[lane].set(token), jax.tree.map(lambda x, one: x.at[lane].set(one[0]), sampling, row)
+
+
+@jax.jit
+def take_seen(seen: Int[Array, "batch vocab"], lane: Int[Array, ""]) -> Int[Array, "1 vocab"]:
+    """The tokens that a lane's sequence holds."""
+    return jax.lax.dynamic_slice_in_dim(seen, lane, 1)
+
+
+@functools.partial(jax.jit, donate_argnames=("seen",))
+def put_seen(
+    seen: Int[Array, "batch vocab"], lane: Int[Array, ""], row: Int[Array, "1 vocab"]
+) -> Int[Array, "batch vocab"]:
+    """The lanes' tokens, with those of one lane exchanged."""
+    return jax.lax.dynamic_update_slice_in_dim(seen, row, lane, 0)
 
 
 def seat(

@@ -46,6 +46,8 @@ class DecodeState:
         live: which lanes decode; the others are left as they are.
         written: how many of a lane's blocks, from the first on, the host pool holds.
         counts: what the steps have attended to and copied.
+        seen: which tokens prompt and answer hold (`adjusting.count`), of lanes whose requests have penalties; of the
+            others anything.
     """
 
     layers: tuple[LayerState, ...]
@@ -54,6 +56,7 @@ class DecodeState:
     live: Bool[Array, "batch"]
     written: Int[Array, "batch"]
     counts: Counts
+    seen: Int[Array, "batch vocab"]
 
     @property
     def num_lanes(self) -> int:
@@ -126,4 +129,5 @@ def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, par
         live=jnp.zeros(shape.lanes, bool),
         written=jnp.zeros(shape.lanes, jnp.int32),
         counts=no_counts(config.num_layers, shape.lanes),
+        seen=jnp.zeros((shape.lanes, config.vocab_size), jnp.int32),
     )

@@ -1,7 +1,9 @@
 """The runner: greedy tokens as the oracle's, buckets that leave no trace, lanes that do not disturb each other."""
 
 import functools
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -62,6 +64,94 @@ def test_greedy_tokens_are_the_oracles(mode: Mode):
     found, _ = batch_run(mode)
     for lane, length in enumerate(LENGTHS):
         assert found[:, lane].tolist() == oracle_greedy(mode, length)[0]
+
+
+def oracle_logprobs(logits: np.ndarray) -> np.ndarray:
+    """float64 log_softmax."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def test_penalties_count_prompt_and_answer():
+    """Each token is the best of the oracle's logits, adjusted one token after the other; a neighbour is left alone."""
+    model = toy("threshold")
+    penalties: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.6}
+    held = oracle_greedy(Mode.SPARDA, LENGTHS[1])[0][0]
+    params = [
+        SamplingParams(max_tokens=NEW, **penalties),
+        SamplingParams(max_tokens=NEW, min_tokens=NEW, stop_token_ids=(held,), logit_bias=((9, -3.0),)),
+        SamplingParams(max_tokens=NEW),
+    ]
+    found = finish(runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], params), NEW)
+    for lane, length in enumerate(LENGTHS[:2]):
+        result = oracle.forward(model.weights, model.config, prompt(length), oracle_mode(Mode.SPARDA))
+        answer: list[int] = []
+        for token in found[:, lane].tolist():
+            logits = result.logits[-1].copy()
+            if lane == 0:
+                known = sorted({*prompt(length), *answer})
+                logits[known] = np.where(logits[known] > 0, logits[known] / 1.5, logits[known] * 1.5)
+                for old in answer:
+                    logits[old] -= 0.6
+                logits[sorted(set(answer))] -= 0.4
+            else:
+                logits[held], logits[9] = -np.inf, logits[9] - 3
+            assert token == logits.argmax()
+            answer.append(token)
+            result = oracle.decode(result.state, token)
+    assert found[:, 0].tolist() != oracle_greedy(Mode.SPARDA, LENGTHS[0])[0]
+    assert held not in found[:, 1]
+    assert found[:, 2].tolist() == oracle_greedy(Mode.SPARDA, LENGTHS[2])[0]
+
+
+def test_log_probabilities_are_the_oracles():
+    """Of the new tokens and of the prompts', whose chunks are scored in pieces; who does not ask gets none."""
+    model = toy("threshold")
+    params = [
+        SamplingParams(max_tokens=3, logprobs=4, prompt_logprobs=2),
+        SamplingParams(max_tokens=3),
+        SamplingParams(max_tokens=3, prompt_logprobs=0, logit_bias=((7, 50.0),), logprobs=0),
+    ]
+    lanes = runner(Mode.SPARDA).start_batch([prompt(n) for n in LENGTHS], params)
+    steps = []
+    for _ in range(3):
+        token = finish(lanes, 1)[0]
+        steps.append((token, list(lanes.logprobs)))
+    assert [row[1][1] for row in steps] == [None] * 3
+    assert lanes.prompt_logprobs(1) is None
+    for lane, likeliest in ((0, 2), (2, 0)):
+        result = oracle.forward(model.weights, model.config, prompt(LENGTHS[lane]), oracle_mode(Mode.SPARDA))
+        of_prompt, found = oracle_logprobs(result.logits), lanes.prompt_logprobs(lane)
+        assert found is not None
+        assert found.ids.shape == (LENGTHS[lane] - 1, likeliest + 1)
+        np.testing.assert_array_equal(found.ids[:, 0], prompt(LENGTHS[lane])[1:])
+        exact = np.take_along_axis(of_prompt[:-1], found.ids, axis=1)
+        np.testing.assert_allclose(found.values, exact, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(found.ids[:, 1:], np.argsort(-of_prompt[:-1], axis=1)[:, :likeliest])
+        for new, rows in steps:
+            exact = oracle_logprobs(result.logits[-1])
+            row = rows[lane]
+            assert row is not None
+            assert row.ids[0, 0] == new[lane]
+            np.testing.assert_allclose(row.values[0], exact[row.ids[0]], rtol=1e-3, atol=1e-3)
+            result = oracle.decode(result.state, int(new[lane]))
+    assert {int(new[2]) for new, _ in steps} == {7}
+
+
+@pytest.mark.parametrize("size", [64, 300, 600])
+def test_chunks_of_any_size_are_scored_in_pieces(size: int):
+    """The last piece of a chunk that is no multiple of a piece begins before its own rows."""
+    run = runner(Mode.SPARDA)
+    rng = np.random.default_rng(size)
+    config = toy("threshold").decoder.config
+    stream = rng.standard_normal((2, size, config.hidden_size)).astype(np.float32)
+    targets = rng.integers(0, config.vocab_size, size - 7).astype(np.int32)
+    pieces = run.score(jnp.asarray(stream), 1, targets)
+    found = generate.Logprobs.concatenate([piece.to_host().rows(rows, 1) for piece, rows in pieces], 1)
+    exact = oracle_logprobs(np.asarray(run.model.logits(jnp.asarray(stream[1])), np.float64))[: len(targets)]
+    np.testing.assert_array_equal(found.ids[:, 0], targets)
+    np.testing.assert_allclose(found.values[:, 0], exact[np.arange(len(targets)), targets], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.values[:, 1], exact.max(axis=1), rtol=1e-4, atol=1e-4)
 
 
 def count_blocks(results: list[oracle.OracleResult], first: int) -> tuple[list[int], int]:

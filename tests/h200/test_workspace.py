@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from sparda_jax.budget import Demand, decode_workspace, prefill_workspace
+from sparda_jax.budget import Demand, decode_workspace, prefill_workspace, scoring_workspace
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import empty_state
 from sparda_jax.decode_plan import Fetch
 from sparda_jax.forward import forward
-from sparda_jax.generate import MAX_CHUNK_BYTES
+from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS, _score
 from sparda_jax.lanes import step_and_sample
+from sparda_jax.logprobs import SCORED_TOKENS
 from sparda_jax.model import abstract_decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
@@ -57,6 +58,16 @@ def test_plain_prefill(length: int, chunk: int) -> None:
     tokens = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
     found = temporary(prefill, weights, cache, tokens, one, jax.ShapeDtypeStruct((1,), bool))
     assert found <= prefill_workspace(demand(length, mode=Mode.RANDOM, fetch=Fetch.IN_TURN)) <= 1.1 * found
+
+
+def test_scoring() -> None:
+    """Never the logits of a whole chunk."""
+    graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
+    stream = jax.ShapeDtypeStruct((1, PREFILL_CHUNKS["gpu"][-1], CONFIG.hidden_size), jnp.bfloat16)
+    place, targets = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((SCORED_TOKENS,), jnp.int32)
+    score = functools.partial(_score, graphdef, rows=SCORED_TOKENS)
+    found = compile_for_h200(score, weights, stream, place, place, targets).memory_stats.temp_size_in_bytes
+    assert found <= scoring_workspace(demand(32768)) <= 1.2 * found
 
 
 @pytest.mark.parametrize(("mode", "fetch"), [(Mode.SPARDA, Fetch.AHEAD), (Mode.DENSE, Fetch.STREAM)])

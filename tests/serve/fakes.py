@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import uvicorn
 
+from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.access import OPEN, Access
 from sparda_jax.serve.api import ServerInfo, create_app
@@ -40,6 +42,16 @@ class FakeStats:
         return {"decode": {"tokens": self.tokens, "read_fraction": 0.5}}
 
 
+def fake_logprobs(tokens: Sequence[int], likeliest: int) -> Logprobs:
+    """Of even tokens, which are the likeliest ones in their place, and odd ones, which their lists don't hold."""
+    rows, values = [], []
+    for token in tokens:
+        listed = [(token + token % 2 + place) % TOKENIZER.vocab_size for place in range(likeliest)]
+        rows.append([token, *listed])
+        values.append([-0.5 if token % 2 == 0 else -9.5, *(-0.5 - place for place in range(likeliest))])
+    return Logprobs(ids=np.array(rows, np.int32), values=np.array(values, np.float32))
+
+
 class FakeSequence:
     """Prefills `CHUNK` tokens a time, then answers by `ANSWERS` (greedy) or by its seed (temperature above 0)."""
 
@@ -53,10 +65,19 @@ class FakeSequence:
         if "turn" in self.text:
             self.answer = [*TOKENIZER.encode("done", add_bos=False), IM_END]
         self.emitted = 0
+        self.params, self.newest = params, -1
 
     @property
     def stats(self) -> FakeStats:
         return FakeStats(self.emitted)
+
+    def take_logprobs(self) -> tuple[Logprobs | None, Logprobs | None]:
+        params, of_token, of_prompt = self.params, None, None
+        if params.logprobs is not None:
+            of_token = fake_logprobs([self.newest], params.logprobs)
+        if params.prompt_logprobs is not None and self.emitted == 1:
+            of_prompt = fake_logprobs(self.prompt[1:], params.prompt_logprobs)
+        return of_token, of_prompt
 
     def next(self) -> int:
         """The next token of the answer."""
@@ -81,6 +102,7 @@ class FakeRunner:
         self.fatal: Callable[[], Exception] = RuntimeError
         self.lanes: dict[int, FakeSequence] = {}
         self.live: set[FakeSequence] = set()
+        self.started: list[SamplingParams] = []
         self._unread: list[list[tuple[FakeSequence, int]]] = []
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -91,6 +113,7 @@ class FakeRunner:
         if TOKENIZER.decode(prompt).endswith("turned away"):
             raise ValueError("an array had the wrong shape")
         sequence = FakeSequence(prompt, params)
+        self.started.append(params)
         self.live.add(sequence)
         return sequence
 
@@ -126,7 +149,7 @@ class FakeRunner:
 
     def fed(self, sequence: FakeSequence, token: int) -> None:
         assert sequence in self.live
-        sequence.emitted += 1
+        sequence.emitted, sequence.newest = sequence.emitted + 1, token
 
     def release(self, sequence: FakeSequence) -> None:
         self.live.remove(sequence)

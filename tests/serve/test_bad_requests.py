@@ -86,14 +86,39 @@ BOTH = [
     ("ignore_eos", "no"),
     ("return_stats", 1),
     ("model", 5),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("min_p", 0.1),
+    ("presence_penalty", 2.5),
+    ("presence_penalty", "0"),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", True),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 101),
+    ("repetition_penalty", [1.1]),
+    ("min_p", 1.1),
+    ("min_p", -0.1),
     ("min_p", False),
-    ("logit_bias", {"5": 1}),
-    ("logprobs", True),
-    ("logprobs", 0),
+    ("min_tokens", -1),
+    ("min_tokens", 1.5),
+    ("min_tokens", True),
+    ("min_tokens", 10**30),
+    ("min_tokens", 200),
+    ("logit_bias", []),
+    ("logit_bias", 5),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"": 1}),
+    ("logit_bias", {" 5": 1}),
+    ("logit_bias", {"05": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"5": "1"}),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"5": None}),
+    ("logit_bias", {"5": 100.5}),
+    ("logit_bias", {"5": float("nan")}),
+    ("logit_bias", {str(TOKENIZER.vocab_size): 1}),
+    ("logit_bias", {"\ud83d": 1}),
+    ("logit_bias", {str(token): 1 for token in range(301)}),
+    ("logprobs", "yes"),
+    ("logprobs", 21),
+    ("logprobs", 1.5),
     ("tools", [{"type": "function"}]),
     ("response_format", {"type": "json_object"}),
     ("no_such_field", 1),
@@ -121,7 +146,11 @@ CHAT_ONLY = [
 CHAT_FIELDS = [
     ("max_completion_tokens", 0),
     ("max_completion_tokens", 500),
-    ("top_logprobs", 2),
+    ("top_logprobs", 2),  # without logprobs
+    ("top_logprobs", -1),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
+    ("logprobs", 1),
     ("tool_choice", "required"),
     ("functions", [{}]),
     ("function_call", {"name": "f"}),
@@ -156,6 +185,9 @@ TEXT_ONLY = [
     ("prompt", ["a"] * 7),  # more than can ever run and wait
     ("prompt", "hello " * 500),
     ("echo", "yes"),
+    ("logprobs", True),
+    ("logprobs", -1),
+    ("top_logprobs", 2),
     ("best_of", 2),
     ("best_of", 0),
     ("suffix", "end"),
@@ -251,6 +283,21 @@ def test_too_long_prompts_tell_the_numbers(app: FastAPI) -> None:
     assert error["param"] == "max_tokens"
     assert "150 tokens" in error["message"]
     assert "at most 50 are left" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "field"),
+    [
+        (TEXT, {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        (CHAT, {"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        (TEXT, {"min_tokens": 1, "stop_token_ids": list(range(33))}, "stop_token_ids"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ],
+)
+def test_fields_that_do_not_go_together(app: FastAPI, path: str, more: dict[str, Any], field: str) -> None:
+    base: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    assert error_of(call(app, "POST", path, json=base | more))["param"] == field
 
 
 def test_both_limits_at_once(app: FastAPI) -> None:

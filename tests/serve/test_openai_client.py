@@ -194,11 +194,11 @@ def test_text_parts_and_the_developer_role(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode_chat(as_text))
 
 
-def test_neutral_values_of_unsupported_fields_are_accepted(client: openai.OpenAI) -> None:
+def test_neutral_values_change_nothing(client: openai.OpenAI) -> None:
     answer = chat(
         client, "number", tools=[], logit_bias={}, logprobs=False, presence_penalty=0, frequency_penalty=0.0,
         response_format={"type": "text"}, user="me", metadata={"a": "b"}, store=True, temperature=0, top_p=1,
-        service_tier="auto", extra_body={"top_k": -1, "repetition_penalty": 1.0, "min_p": 0},
+        service_tier="auto", extra_body={"top_k": -1, "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0},
     )  # fmt: skip
     assert answer.choices[0].message.content == NUMBER
 

@@ -143,6 +143,9 @@ def test_after_the_warm_up_nothing_is_compiled(
         wait_until(lambda: asyncio.run(engine.health()).ok)
         sizes = ((5, 3), (200, 30), (120, 70), (90, 12))
         bodies = [{"prompt": [70] * prompt, "max_tokens": new, "ignore_eos": True} for prompt, new in sizes]
+        bodies[0] |= {"logit_bias": {"5": 1}, "min_tokens": 2, "temperature": 1, "min_p": 0.1, "logprobs": 2}
+        bodies[1] |= {"repetition_penalty": 1.5, "echo": True, "logprobs": 1}
+        bodies[2] |= {"presence_penalty": 1, "frequency_penalty": -1}
         for _ in range(2):  # the second time their prefixes are there
             answers = ask(app, *bodies)
             assert [answer["usage"]["completion_tokens"] for answer in answers] == [new for _, new in sizes]
