@@ -24,6 +24,7 @@ _TILE_BYTES = 32 * 1024
 def _call(
     kernel,
     *,
+    name: str,
     grid: tuple[int, ...],
     out_shape,
     num_warps: int,
@@ -32,6 +33,7 @@ def _call(
 ):
     return pl.pallas_call(
         kernel,
+        name=name,
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=aliases or {},
@@ -112,6 +114,7 @@ def _forecast_parts(queries, pages, block_table, visible, scratch: Array | None,
 
     return _call(
         kernel,
+        name="forecast_scores",
         grid=(pl.cdiv(blocks, tile), batch),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, 2, blocks), jnp.float32),
         num_warps=num_warps,
@@ -162,6 +165,7 @@ def _softmax_pieces(queries, pages, block_table, visible, *, tile: int, num_warp
 
     return _call(
         kernel,
+        name="infllm_weights",
         grid=(tiles, batch),
         out_shape=(
             jax.ShapeDtypeStruct((batch, kv_heads, 4 * blocks, group), jnp.float32),
@@ -206,6 +210,7 @@ def _pooled_parts(weights, stats, visible, *, tile: int, pool_pages: int, num_wa
 
     return _call(
         kernel,
+        name="infllm_scores",
         grid=(pl.cdiv(blocks, pool_pages), kv_heads, batch),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, 2, blocks), jnp.float32),
         num_warps=num_warps,
@@ -274,6 +279,7 @@ def top_blocks(
 
     return _call(
         kernel,
+        name="top_blocks",
         grid=(kv_heads, batch),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, width), jnp.int32),
         num_warps=num_warps,
