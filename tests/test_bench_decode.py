@@ -1,6 +1,7 @@
 """The decode benchmark on a toy model: it measures steps that miss what it says, between floors that add up."""
 
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import typer
 
 from sparda_jax.bench import decode as bench
+from sparda_jax.bench._step_profile import ProfileError, read_profile
 from sparda_jax.decode_plan import Fetch
 from tests.core.support import toy
 
@@ -15,9 +17,13 @@ CASE = bench.Case(way="sparda", batch=2, context=64 * 180, misses=2)
 
 
 @pytest.mark.parametrize("way", ["sparda", "sparse", "infinigen"])
-def test_steps_miss_what_is_asked_for(way: str) -> None:
+def test_steps_miss_what_is_asked_for(way: str, tmp_path: Path) -> None:
     model = toy("deep").decoder
-    found = bench.measure(model, dataclasses.replace(CASE, way=way))
+    profile = tmp_path / "profile" if way == "sparda" else None
+    found = bench.measure(model, dataclasses.replace(CASE, way=way), profile=profile)
+    if profile:  # is written, and shows no GPU here
+        with pytest.raises(ProfileError, match="shows 0 GPUs"):
+            read_profile(profile)
     width = model.config.sparse.num_selected_blocks
     assert found.misses == found.settings()["misses"] == CASE.misses
     assert found.stats.hit_rate == pytest.approx(1 - found.misses / width)

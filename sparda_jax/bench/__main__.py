@@ -10,6 +10,7 @@ from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
 from sparda_jax.bench.prefill import prefill
 from sparda_jax.bench.serve import serve
+from sparda_jax.bench.step import step
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -25,6 +26,7 @@ app.command()(prefill)
 app.command()(overlap)
 app.command()(serve)
 app.command()(plot)
+app.command()(step)
 
 
 @app.command(

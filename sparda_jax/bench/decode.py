@@ -19,6 +19,7 @@ from rich.console import Console
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
 from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, slots_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
+from sparda_jax.bench._step_profile import GRAPHS_IN_PROFILES
 from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
@@ -53,6 +54,7 @@ TARGET = {
 CONTEXT, SPARE_SLOTS = 131072, 32
 STEPS, SAMPLES, WARMUP = 16, 3, 4
 """All steps stay within one block, so that none ends with a write-back."""
+PROFILED_STEPS = 4
 STREAMED_STEPS = 2
 """Of a run and before the first, where whole layers are streamed: at 128K and batch 16 such a step copies 67 GB."""
 METHOD = (
@@ -131,7 +133,7 @@ def lists_with(misses: float, config: ModelConfig, blocks: int, start: int) -> A
     sparse = config.sparse
     first, last = sparse.init_blocks, blocks - 1 - sparse.local_blocks
     free = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
-    tokens = WARMUP + SAMPLES * STEPS
+    tokens = WARMUP + SAMPLES * STEPS + PROFILED_STEPS
     room = last - first - free - tokens * misses
     if room < 1:
         raise typer.BadParameter(f"--misses {misses}: {tokens} steps need a longer --context.")
@@ -238,8 +240,11 @@ class Measured:
         return found
 
 
-def measure(model: Decoder, case: Case) -> Measured:
-    """Times the steps of a case, with its misses and without any."""
+def measure(model: Decoder, case: Case, *, profile: Path | None = None) -> Measured:
+    """Times the steps of a case, with its misses and without any.
+
+    ``profile`` is a folder for a JAX profile of a few more steps with misses; writing one slows nothing else down.
+    """
     config, dtype = model.config, model.embed_tokens.dtype
     shape = case.shape(config)
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -262,7 +267,8 @@ def measure(model: Decoder, case: Case) -> Measured:
     def compiled(plan: DecodePlan) -> Any:
         step = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
         lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
-        return lowered.compile(compiler_options=plan.compiler_options)
+        options = plan.compiler_options | ({GRAPHS_IN_PROFILES: True} if profile else {})
+        return lowered.compile(compiler_options=options)
 
     began = time.perf_counter()
     program = compiled(case.plan)
@@ -298,6 +304,9 @@ def measure(model: Decoder, case: Case) -> Measured:
     before = stats()
     seconds = statistics.median(run(steps) for _ in range(SAMPLES))
     timed = stats().since(before)
+    if profile:
+        with jax.profiler.trace(profile, profiler_options=_small_profile()):
+            run(PROFILED_STEPS)
     resident, compared = None, None
     if not case.streams:
         run(warm_up, again=True)
@@ -317,6 +326,13 @@ def measure(model: Decoder, case: Case) -> Measured:
         compared=compared,
         kv_heads=config.num_kv_heads,
     )
+
+
+def _small_profile() -> jax.profiler.ProfileOptions:
+    """Of the device, and of JAX on the host; without Python's calls, which would be most of the file."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    return options
 
 
 def _slots(text: str, config: ModelConfig, case: Case) -> int | None:
@@ -347,10 +363,18 @@ def decode(
     ] = "least",
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Also write a JAX profile of each row's steps, into a folder each below this.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record where git can't tell.")] = None,
 ) -> None:
     """Time whole decode steps on this machine's GPU, beside floors, the reference's times and the targets."""
     check_writable(json_out)
+    if profile:
+        try:
+            profile.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"--profile {profile} can't be made: {error.strerror}.") from None
     config = geometry(shape, layers)
     ways = [one_of("--way", name, WAYS) for name in way.split("/")]
     batches = whole_numbers("--batch", batch)
@@ -369,7 +393,8 @@ def decode(
                 case = dataclasses.replace(case, slots=_slots(slots, config, case))
                 if case.streams and rows and (rows[-1].name, rows[-1].settings["batch"]) == (name, size):
                     continue  # dense misses the same whatever is asked for
-                measured = measure(model, case)
+                missing = "natural" if count is None else f"{count} missing"
+                measured = measure(model, case, profile=profile and profile / f"{name}, batch {size}, {missing}")
                 hbm, copies = floors(config, dataclasses.replace(case, misses=measured.misses))
                 key = (size, count or 0)
                 rows.append(
