@@ -232,7 +232,7 @@ def test_both_memories_are_named_with_their_bytes() -> None:
     with pytest.raises(ConfigError) as refused:
         check_fits(plan_memory(LARGE, 2048), limits(80, 64))
     device, host = str(refused.value).splitlines()
-    assert device.startswith("device memory: 88.58 GiB are needed, 15.31 GiB of them for weights, but 95% of 80.00 GiB")
+    assert device.startswith("device memory: 88.59 GiB are needed, 15.31 GiB of them for weights, but 95% of 80.00 GiB")
     assert "(--device-gib) are 76.00 GiB: use " in device
     assert host.startswith("host memory: 70.00 GiB are needed, 64.00 GiB of them for the pool, but there are 64.00 GiB")
 
