@@ -57,7 +57,7 @@ def test_a_fetch_that_is_shorter_than_a_layer_is_hidden() -> None:
     assert (drawn.wait, drawn.idle_us, drawn.hidden) == (0, 0, 1)
     per_layer = {Kind.ATTENTION: 30, Kind.PRODUCT: 70, Kind.SELECTION: 20, Kind.PLAN: 5, Kind.APPEND: 5, Kind.SMALL: 0}
     assert {kind: drawn.per_layer(kind) for kind in per_layer} == per_layer
-    assert drawn.per_layer(Kind.FETCH) == 100
+    assert drawn.per_layer(Kind.FETCH) == drawn.fetching == 100
     assert drawn.period is None
 
 
@@ -130,10 +130,19 @@ def test_products_are_named_and_what_runs_beside_a_kernel_has_its_own_row() -> N
     labels = [part.label for part in drawn.parts if part.kind is Kind.PRODUCT]
     assert labels == ["q k v", "output", "gate, up", "down"]
     assert {part.kind for part in drawn.parts if part.row} == {Kind.SMALL}
-    # Of a fetch that began a layer before, what lies within.
+    # Of fetches that began before, what lies within.
     first, second = (part for part in drawn.parts if part.kind is Kind.FETCH)
     assert (first.label, first.start - drawn.span[0], first.end - first.start) == ("for layer 2", 0, 5)
     assert (second.label, second.start - drawn.span[0]) == ("for layer 3", 35)
+
+
+def test_of_two_fetches_at_once_both_are_drawn_and_the_time_counts_once() -> None:
+    step = made("sparda")
+    begin = parts.layers_of(step)[2].start + 50
+    copy = Event(name="copy_records__1", start=begin, end=begin + 40)
+    drawn = parts.picture([sorted([*step, copy], key=lambda event: event.start)], 2, 2)
+    assert [part.row for part in drawn.parts if part.kind is Kind.FETCH] == [0, 0, 1]
+    assert (drawn.per_layer(Kind.FETCH), drawn.fetching, drawn.hidden) == (140, 100, 1)
 
 
 def test_the_step_is_the_median_of_those_that_fetch() -> None:

@@ -5,6 +5,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
+from sparda_jax.bench._spans import Span, common, cut, length, union
 from sparda_jax.bench._step_profile import Event, Kind, ProfileError
 
 _NEAR = 2.0
@@ -12,7 +13,6 @@ _NEAR = 2.0
 _BESIDE = 2.0
 """µs that two kernels run together, at least, where the second is drawn beside the first and not after it."""
 _PRODUCTS = ("output", "gate, up", "down", "q k v")
-Span = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Part:
     Attributes:
         kind, start, end: of the event, within what is drawn; µs.
         label: which product, or which layer a fetch is for; empty for others.
-        row: of the compute lane: 0, or 1 beside a kernel that began before.
+        row: of its lane: 0, or 1 beside a kernel, or a fetch, that began before.
     """
 
     kind: Kind
@@ -75,18 +75,26 @@ class Picture:
     @property
     def wait(self) -> float:
         """µs in a layer on average in which the compute lane waits for a fetch."""
-        return _length(self.waits) / len(self.layers)
+        return length(self.waits) / len(self.layers)
 
     @property
     def idle_us(self) -> float:
         """µs in a layer on average in which the compute lane is idle for another reason."""
-        return _length(self.idle) / len(self.layers)
+        return length(self.idle) / len(self.layers)
+
+    @property
+    def fetching(self) -> float:
+        """µs in a layer on average in which at least one fetch runs."""
+        return length(self._fetches()) / len(self.layers)
 
     @property
     def hidden(self) -> float | None:
         """The share of the time of fetches in which a kernel computes; None without fetches."""
-        fetches = _union((part.start, part.end) for part in self.parts if part.kind is Kind.FETCH)
-        return 1 - _length(_common(fetches, [*self.waits, *self.idle])) / _length(fetches) if fetches else None
+        fetches = self._fetches()
+        return 1 - length(common(fetches, [*self.waits, *self.idle])) / length(fetches) if fetches else None
+
+    def _fetches(self) -> list[Span]:
+        return union((part.start, part.end) for part in self.parts if part.kind is Kind.FETCH)
 
 
 def layers_of(step: Sequence[Event]) -> tuple[Layer, ...]:
@@ -115,8 +123,8 @@ def picture(steps: Sequence[Sequence[Event]], first: int | None = None, last: in
         last = min(first + 2, count - 1)
     if not 0 <= first <= last < count:
         raise ProfileError(f"layers {first} to {last}: the profile has 0 to {count - 1}, and one more without an end.")
-    fetching = [_length(_spans(event for event in step if event.kind is Kind.FETCH)) for step in steps]
-    chosen = [index for index, length in enumerate(fetching) if length >= max(fetching) / 2]
+    fetching = [length(_spans(event for event in step if event.kind is Kind.FETCH)) for step in steps]
+    chosen = [index for index, time in enumerate(fetching) if time >= max(fetching) / 2]
     drawn = {index: layers_of(steps[index])[first : last + 1] for index in chosen}
     times = {index: layers[-1].end - layers[0].start for index, layers in drawn.items()}
     typical = next(index for index in chosen if times[index] == statistics.median_low(times.values()))
@@ -127,7 +135,7 @@ def picture(steps: Sequence[Sequence[Event]], first: int | None = None, last: in
 
 def _take_apart(step: Sequence[Event], layers: tuple[Layer, ...], period: float | None) -> Picture:
     begin, end = layers[0].start, layers[-1].end
-    computing = _union(_spans(event for event in step if event.kind is not Kind.FETCH))
+    computing = union(_spans(event for event in step if event.kind is not Kind.FETCH))
     fetches = [event for event in step if event.kind is Kind.FETCH]
     waits, idle = [], []
     for (_, stop), (following, _) in itertools.pairwise(computing):
@@ -138,8 +146,8 @@ def _take_apart(step: Sequence[Event], layers: tuple[Layer, ...], period: float 
     return Picture(
         layers=layers,
         parts=tuple(_parts(step, begin, end)),
-        waits=tuple(_cut(waits, begin, end)),
-        idle=tuple(_cut(idle, begin, end)),
+        waits=tuple(cut(waits, begin, end)),
+        idle=tuple(cut(idle, begin, end)),
         period=period,
     )
 
@@ -163,43 +171,18 @@ def _parts(step: Sequence[Event], begin: float, end: float) -> Iterable[Part]:
         products = [event for event in step if event.kind is Kind.PRODUCT and start <= event.start < following]
         if len(products) == len(_PRODUCTS):
             labels |= zip(products, _PRODUCTS, strict=True)
-    busy = step[0].start
+    busy = {True: step[0].start, False: step[0].start}
     for event in step:
-        row = 0
-        if event.kind is Kind.FETCH:
+        fetches = event.kind is Kind.FETCH
+        row = int(event.start < busy[fetches] - _BESIDE)
+        busy[fetches] = busy[fetches] if row else event.end
+        if fetches:
             # Whoever reads the records attends once they are there.
             reader = next((index for index, start in enumerate(attends) if start >= event.end), None)
             labels |= {} if reader is None else {event: f"for layer {reader}"}
-        else:
-            row = int(event.start < busy - _BESIDE)
-            busy = busy if row else event.end
-        for start, stop in _cut([(event.start, event.end)], begin, end):
+        for start, stop in cut([(event.start, event.end)], begin, end):
             yield Part(kind=event.kind, start=start, end=stop, label=labels.get(event, ""), row=row)
 
 
 def _spans(events: Iterable[Event]) -> list[Span]:
     return [(event.start, event.end) for event in events]
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def _cut(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
-    """What lies of spans between two moments."""
-    return [(max(start, begin), min(stop, end)) for start, stop in spans if max(start, begin) < min(stop, end)]
-
-
-def _common(left: Iterable[Span], right: Sequence[Span]) -> list[Span]:
-    return [span for start, end in left for span in _cut(right, start, end)]
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Spans without overlaps, ascending."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged

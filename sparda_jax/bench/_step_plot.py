@@ -56,13 +56,13 @@ def _lanes(axes: Any, picture: Picture, longest: float) -> None:
     begin, end = picture.span
     for part in picture.parts:
         fetches = part.kind is Kind.FETCH
-        height = _HEIGHT if fetches else _HEIGHT / 2
-        bottom, length = _LANES["copy" if fetches else "compute"] + part.row * height, part.end - part.start
+        bottom = _LANES["copy" if fetches else "compute"] + part.row * _HEIGHT / 2
+        length = part.end - part.start
         # Fetches follow each other closely: a line between them, where kernels of 1 µs would disappear under it.
         line = {"edgecolor": "white", "linewidth": 0.8 if fetches else 0}
-        axes.broken_barh([(part.start - begin, length)], (bottom, height), facecolor=_COLORS[part.kind], **line)
+        axes.broken_barh([(part.start - begin, length)], (bottom, _HEIGHT / 2), facecolor=_COLORS[part.kind], **line)
         if part.label and length > _ROOM * longest * len(part.label):
-            place = (part.start - begin + length / 2, bottom + height / 2)
+            place = (part.start - begin + length / 2, bottom + _HEIGHT / 4)
             axes.text(*place, part.label, ha="center", va="center", fontsize=6, color="white")
     for color, spans in ((_WAIT, picture.waits), (_IDLE, picture.idle)):
         axes.broken_barh(

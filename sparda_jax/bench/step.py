@@ -57,6 +57,7 @@ def _table(pictures: list[tuple[str, Picture]]) -> Table:
         kind.value: lambda one, kind=kind: f"{one.per_layer(kind):.1f}" for kind in Kind
     }
     lines |= {
+        "any fetch": lambda one: f"{one.fetching:.1f}",
         "waits for a fetch": lambda one: f"{one.wait:.1f}",
         "idle otherwise": lambda one: f"{one.idle_us:.1f}",
         "a layer": lambda one: f"{one.layer_us:.1f}",
