@@ -17,7 +17,7 @@ from jax import Array
 
 from sparda_jax.cache.parking import Parked
 from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
-from sparda_jax.generate import GenerationStats, PhaseStats, Runner
+from sparda_jax.generate import GenerationStats, PhaseStats, Runner, WriteAhead
 from sparda_jax.generate import Sequence as Prefill
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.logprobs import Logprobs, Scores
@@ -35,6 +35,7 @@ class LaneSequence:
         prefill: the prompt on its way, until its blocks are in the pool.
         chain: the content keys of its blocks; None where no prefix is used again.
         shared: blocks of other sequences that its prompt begins with; its own use of them.
+        written: its own blocks behind them that its chunks have written to the pool.
         first_token: what follows the prompt, once that is known.
         stored: tokens whose keys and values exist or are being computed.
         prompt_tokens: of the prompt. hit: those that were in the cache.
@@ -49,6 +50,7 @@ class LaneSequence:
     prefill: Prefill | None
     chain: KeyChain | None
     shared: list[int]
+    written: list[int]
     prompt_stats: GenerationStats
     prompt_tokens: int
     first_token: int | None = None
@@ -181,6 +183,7 @@ class Executor:
             prefill=prefill,
             chain=chain,
             shared=shared,
+            written=[],
             prompt_stats=prefill.stats,
             prompt_tokens=len(prompt),
             known=len(prompt),
@@ -197,7 +200,10 @@ class Executor:
         if self._chunk is not None:
             with contextlib.suppress(Exception):  # its own request hears of that
                 jax.block_until_ready(self._chunk)
-        token = sequence.prefill.advance()
+        there = len(sequence.shared) + len(sequence.written)
+        sequence.written += self.blocks.take(sequence.prefill.chunk_end() // self.block_size - there)
+        write = WriteAhead(lend=self.lanes.lend_pool, blocks=[*sequence.shared, *sequence.written])
+        token = sequence.prefill.advance(write)
         self._chunk = sequence.prefill.launched
         if token is not None:
             sequence.first_token, sequence.stored = token, sequence.prefill.prompt_tokens
@@ -277,9 +283,9 @@ class Executor:
         elif sequence.parked is not None:
             self.lanes.drop(sequence.parked)
         else:
-            self.blocks.give_back(sequence.shared)
+            self.blocks.give_back([*sequence.shared, *sequence.written])
         sequence.lane = sequence.parked = sequence.prefill = None
-        sequence.shared = []
+        sequence.shared, sequence.written = [], []
 
     def forget_stats(self) -> None:
         """What the steps did so far counts no more; waits for the device."""
@@ -335,13 +341,14 @@ class Executor:
         assert sequence.prefill is not None
         assert sequence.first_token is not None
         prefill, first, params = sequence.prefill, sequence.first_token, sequence.params
-        cache, more = prefill.take_cache(), {"shared": sequence.shared, "seen": prefill.seen}
+        cache = prefill.take_cache()
+        more = {"shared": sequence.shared, "written": sequence.written, "seen": prefill.seen}
         if lane is None:
             sequence.parked = self.lanes.adopt(cache, first, params, **more)
         else:
             self.lanes.enter(lane, cache, first, params, **more)
             sequence.lane = lane
-        sequence.prefill, sequence.shared = None, []
+        sequence.prefill, sequence.shared, sequence.written = None, [], []
         self._publish(sequence)
 
     def _publish(self, sequence: LaneSequence) -> None:

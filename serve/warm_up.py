@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sparda_jax.cache import KVCache
-from sparda_jax.generate import Runner
+from sparda_jax.generate import Runner, WriteAhead
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.serve.executor import Executor
 
@@ -59,11 +59,13 @@ def warm_up(executor: Executor, max_len: int, console: Console) -> None:
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=len(todo) + len(sizes))
-        for _ in itertools.chain(_prefill(runner, todo), _lanes(executor, sizes)):
+        for _ in itertools.chain(_prefill(executor, todo), _lanes(executor, sizes)):
             bar.advance(task)
 
 
-def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
+def _prefill(executor: Executor, todo: list[tuple[int, int]]) -> Iterator[None]:
+    """Chunks of a token each, which finish no block, so that none is written."""
+    runner, write = executor.runner, _nothing_to_write(executor)
     sampling = SamplingState.of([SamplingParams()])
     sparse, one = np.array([False]), np.array([1], np.int32)
     smaller = None
@@ -72,10 +74,10 @@ def _prefill(runner: Runner, todo: list[tuple[int, int]]) -> Iterator[None]:
             # A full cache of the bucket before grows into this one.
             full = _with_length(smaller, smaller.capacity)
             at = np.array([smaller.capacity])
-            runner.advance(full, at, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False)
+            runner.advance(full, at, np.zeros((1, size), np.int32), one, sparse, sampling, decode=False, write=write)
         cache = runner.new_cache(1, capacity)
         advanced = runner.advance(
-            cache, np.zeros(1, int), np.zeros((1, size), np.int32), one, sparse, sampling, decode=False
+            cache, np.zeros(1, int), np.zeros((1, size), np.int32), one, sparse, sampling, decode=False, write=write
         )
         smaller = advanced.cache
         # Waited for, so that there is one of them in memory at a time.
@@ -92,7 +94,7 @@ def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
     lanes, block_size = executor.lanes, executor.block_size
     greedy, penalised = SamplingParams(), SamplingParams(repetition_penalty=2.0, max_tokens=1)
     counted = executor.runner.start([0], penalised)
-    first = counted.advance()
+    first = counted.advance(_nothing_to_write(executor))
     assert first is not None
     lanes.enter(0, counted.take_cache(), first, penalised, seen=counted.seen)
     lanes.resume(0, lanes.park(0))
@@ -116,6 +118,10 @@ def _lanes(executor: Executor, sizes: list[int]) -> Iterator[None]:
         jax.block_until_ready(lanes.copies)
         yield
     executor.forget_stats()
+
+
+def _nothing_to_write(executor: Executor) -> WriteAhead:
+    return WriteAhead(lend=executor.lanes.lend_pool, blocks=[])
 
 
 def _with_length(cache: KVCache, length: int) -> KVCache:

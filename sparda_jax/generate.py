@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,8 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.adjusting import count, prompt_tokens
 from sparda_jax.cache import KVCache
+from sparda_jax.cache.chunk_store import ChunkStore, written_by
+from sparda_jax.cache.pool import Pools
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.decode_plan import Backends
+from sparda_jax.decode_plan import GPU_OPTIONS, Backends
 from sparda_jax.forward import Skew, forward
 from sparda_jax.infinigen import calibrate
 from sparda_jax.logprobs import SCORED_TOKENS, Logprobs, Scores, score, score_if
@@ -45,7 +48,44 @@ def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, se
     return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, **ways)
 
 
+@functools.cache
+def _storing(host: jax.sharding.Sharding) -> Callable[..., tuple[Pools, "Advanced"]]:
+    """`_advance` that also writes to pools in ``host`` memory, which have to be named as such among its results."""
+    return jax.jit(
+        _advance_and_store,
+        static_argnames=("graphdef", "mode", "decode", "max_len"),
+        donate_argnames=("cache", "pools"),
+        out_shardings=(host, None),
+        compiler_options=GPU_OPTIONS,  # so that the copies run beside the rest
+    )
+
+
+def _advance_and_store(
+    graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, *, pools, block_ids, mode, decode, max_len
+):
+    model = nnx.merge(graphdef, state)
+    where = ChunkStore(block_ids=block_ids, start=cache.lengths[0], num_new=num_new[0])
+    block_size = model.config.sparse.block_size
+    written, on_layer = written_by(pools, where, chunk=tokens.shape[1], block_size=block_size)
+    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "on_layer": on_layer}
+    advanced = forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, **ways)
+    return tuple(written), advanced
+
+
 _count = jax.jit(count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteAhead:
+    """Where the blocks that a chunk finishes go while it is computed.
+
+    Attributes:
+        lend: runs a program that gets the host pool and gives it back (`DecodeLanes.lend_pool`).
+        blocks: the physical block of each whole block of the sequence, up to the chunk's end.
+    """
+
+    lend: "Callable[[Callable[[Pools], tuple[Pools, Advanced]]], Advanced]"
+    blocks: Seq[int]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rows"))
@@ -307,15 +347,17 @@ class Runner:
         sampling: SamplingState,
         decode: bool,
         seen: Int[Array, "batch vocab"] | None = None,
+        write: WriteAhead | None = None,
     ) -> Advanced:
         """Launches one compiled step and waits for nothing; ``lengths`` are the cache's, which the host knows.
 
         See :func:`sparda_jax.forward.forward` for the other arguments. ``seen`` as of `sample`; None: nothing.
+        ``write``: of a batch of 1.
         """
         needed = self.capacity_for(int(np.max(lengths + num_new)))
         if needed > cache.capacity:
             cache = _grow(cache, capacity=needed)
-        return _advance(
+        operands = (
             self._graphdef,
             self._state,
             self._skew,
@@ -325,10 +367,18 @@ class Runner:
             jnp.asarray(sparse, bool),
             sampling,
             self._nothing_seen(len(lengths)) if seen is None else seen,
-            mode=self.mode,
-            decode=decode,
-            max_len=self.max_model_len,
         )
+        ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
+        if write is None:
+            return _advance(*operands, **ways)
+        ids = np.zeros(cache.capacity // self.config.sparse.block_size, np.int32)
+        ids[: len(write.blocks)] = write.blocks
+        block_ids = jnp.asarray(ids)
+
+        def run(pools: Pools) -> tuple[Pools, Advanced]:
+            return _storing(pools[0].sharding)(*operands, pools=pools, block_ids=block_ids, **ways)
+
+        return write.lend(run)
 
     def seen_in(self, prompts: Seq[np.ndarray]) -> Int[Array, "batch vocab"]:
         """What penalties are counted from, see `adjusting.prompt_tokens`."""
@@ -442,32 +492,42 @@ class Lanes:
         cache, self._cache, self._taken = self._cache, None, True
         return cache
 
-    def advance(self) -> np.ndarray | None:
+    def advance(self, write: WriteAhead | None = None) -> np.ndarray | None:
         """One prefill chunk (None until the last), or one decode step: the new token of every live lane, else -1.
 
         A chunk that gives no token is only launched; the next call waits for it, and then `stats` count it.
+        ``write``: of a chunk of one prompt.
         """
         longest = int(self.prompt_tokens.max())
-        tokens = self._prefill(longest) if self.prefilled < longest else self._decode()
+        tokens = self._prefill(longest, write) if self.prefilled < longest else self._decode()
         if self.prefilled < longest:
             return None
         self._settle()
         self._last = np.where(self._live, tokens, self._last).astype(np.int32)
         return np.where(self._live, tokens, -1)
 
-    def _prefill(self, longest: int) -> np.ndarray:
-        runner, batch = self._runner, len(self._prompts)
-        start = self.prefilled
-        reach = min(longest, start + runner.prefill_chunks[-1])
+    def chunk_end(self) -> int:
+        """Tokens of the longest prompt that are done when its next chunk is."""
+        longest = int(self.prompt_tokens.max())
+        return min(self.prefilled + self._next_chunk(longest), longest)
+
+    def _next_chunk(self, longest: int) -> int:
+        """Its size, padding included."""
+        runner = self._runner
+        reach = min(longest, self.prefilled + runner.prefill_chunks[-1])
         capacity = max(runner.capacity_for(reach), self._cache.capacity if self._cache else 0)
-        size = runner.chunk_for(batch, longest - start, capacity)
+        return runner.chunk_for(len(self._prompts), longest - self.prefilled, capacity)
+
+    def _prefill(self, longest: int, write: WriteAhead | None) -> np.ndarray:
+        runner, batch = self._runner, len(self._prompts)
+        start, size = self.prefilled, self._next_chunk(longest)
         tokens = np.zeros((batch, size), np.int32)
         for lane, prompt in enumerate(self._prompts):
             piece = prompt[start : start + size]
             tokens[lane, : len(piece)] = piece
         num_new = np.clip(self.prompt_tokens - start, 0, size)
         # One decision for the whole prompt, however it is cut.
-        advanced = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False)
+        advanced = self._step(tokens, num_new, self._is_sparse(self.prompt_tokens), decode=False, write=write)
         for lane, scored in enumerate(self._scored):
             targets = self._prompts[lane][start + 1 : start + size + 1]
             if scored is not None and len(targets):
@@ -498,7 +558,15 @@ class Lanes:
     def _is_sparse(self, lengths: np.ndarray) -> np.ndarray:
         return lengths >= self._runner.config.sparse.dense_len
 
-    def _step(self, tokens: np.ndarray, num_new: np.ndarray, sparse: np.ndarray, *, decode: bool) -> Advanced:
+    def _step(
+        self,
+        tokens: np.ndarray,
+        num_new: np.ndarray,
+        sparse: np.ndarray,
+        *,
+        decode: bool,
+        write: WriteAhead | None = None,
+    ) -> Advanced:
         if self._taken:
             raise ValueError("the cache has been taken: this sequence can't go on")
         self._settle()
@@ -506,7 +574,7 @@ class Lanes:
         if cache is None:
             cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(int(num_new.max())))
         advanced = self._runner.advance(
-            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode, self._seen
+            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode, self._seen, write
         )
         self._cache = advanced.cache
         self._lengths += num_new
@@ -572,7 +640,14 @@ class Sequence:
         """
         return self._lanes.take_cache()
 
-    def advance(self) -> int | None:
-        """One prefill chunk or one decode step: the new token, or None while the prompt is not finished."""
-        tokens = self._lanes.advance()
+    def chunk_end(self) -> int:
+        """Prompt tokens that are done when the next chunk is."""
+        return self._lanes.chunk_end()
+
+    def advance(self, write: WriteAhead | None = None) -> int | None:
+        """One prefill chunk or one decode step: the new token, or None while the prompt is not finished.
+
+        ``write``: a chunk's finished blocks go to the host pool.
+        """
+        tokens = self._lanes.advance(write)
         return None if tokens is None else int(tokens[0])

@@ -56,13 +56,13 @@ def check_lanes(
 
 
 def check_sequence(
-    cache: KVCache, shared: Sequence[int], config: ModelConfig, shape: CacheShape, plan: DecodePlan, dtype: jnp.dtype
+    cache: KVCache, there: Sequence[int], config: ModelConfig, shape: CacheShape, plan: DecodePlan, dtype: jnp.dtype
 ) -> int:
     """The length of a sequence that comes to decode, in tokens; raises what `DecodeLanes.enter` names.
 
     Args:
         cache: the sequence.
-        shared: the blocks that hold its first tokens already.
+        there: the blocks that hold its first tokens already.
         config, shape, plan: of the lanes.
         dtype: of their keys and values.
     """
@@ -82,12 +82,11 @@ def check_sequence(
             f"a sequence of {length} tokens was given: a lane takes 1 to "
             f"{shape.max_blocks * block_size - 1} (max_blocks={shape.max_blocks})"
         )
-    if len(shared) * block_size > length:
+    if len(there) * block_size > length:
         raise ValueError(
-            f"{len(shared)} blocks are shared, and a sequence of {length} tokens has {length // block_size} whole "
-            "ones: share those at most"
+            f"{len(there)} blocks are shared or written, and a sequence of {length} tokens has "
+            f"{length // block_size} whole ones: give those at most"
         )
-    check_sharing(shared, plan)
     if plan.mode is Mode.INFINIGEN and cache.layers[0].channel_weight is None:
         raise ConfigError("mode=infinigen needs a cache made for it (KVCache.empty(..., infinigen=True))")
     return length

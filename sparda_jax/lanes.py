@@ -139,6 +139,7 @@ class DecodeLanes:
         params: SamplingParams,
         *,
         shared: Sequence[int] = (),
+        written: Sequence[int] = (),
         seen: Int[Array, "1 vocab"] | None = None,
     ) -> None:
         """Gives an empty lane a prefilled sequence.
@@ -150,19 +151,21 @@ class DecodeLanes:
             params: how its tokens are sampled; ``min_tokens`` is counted from the end of the cache.
             shared: the physical blocks that hold the sequence's first whole blocks already, in order. The caller's use
                 of them passes to the lane, which gives them back with its own.
+            written: likewise those of the whole blocks behind them whose records `lend_pool` has written, while the
+                device has nothing else of them yet.
             seen: the tokens of prompt and answer, the first one too (`generate.Sequence.seen`), for penalties.
 
         Raises:
             ValueError: there is no such lane, or it is in use; the cache is not of one sequence of these lanes' model;
-                the sequence is empty or longer than a lane can be, or it has fewer whole blocks than are shared; one of
-                these is not in use; the vocabulary has no such token; or ``params`` has penalties and ``seen`` is
+                the sequence is empty or longer than a lane can be, or it has fewer whole blocks than are there already;
+                one of these is not in use; the vocabulary has no such token; or ``params`` has penalties and ``seen`` is
                 missing.
             ConfigError: InfiniGen's lanes were given a cache without channel weights, or shared blocks.
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
         self._check_empty(lane)
         check_input(first_token, params, seen, self.config)
-        entry, ids = self._store(cache, shared, params)
+        entry, ids = self._store(cache, shared, written, params)
         token, row = self._input(first_token, params, entry.length)
         self._state = self._admit(self._state, cache, jnp.int32(lane), ids, jnp.int32(len(shared)), skew=self._skew)
         self._put_input(lane, token, row, seen)
@@ -175,11 +178,12 @@ class DecodeLanes:
         params: SamplingParams,
         *,
         shared: Sequence[int] = (),
+        written: Sequence[int] = (),
         seen: Int[Array, "1 vocab"] | None = None,
     ) -> Parked:
         """Takes a prefilled sequence that has no lane yet; arguments and errors are those of `enter`."""
         check_input(first_token, params, seen, self.config)
-        entry, ids = self._store(cache, shared, params)
+        entry, ids = self._store(cache, shared, written, params)
         token, row = self._input(first_token, params, entry.length)
         self._state, basis = self._write_pages(self._state, cache, ids, jnp.int32(len(shared)), skew=self._skew)
         return self._wait(entry, token, row, basis, seen if entry.counts_tokens else None)
@@ -267,6 +271,11 @@ class DecodeLanes:
         self._clock.interrupted()
         return self._pool.load(self._state, blocks, capacity)
 
+    def lend_pool[T](self, run: Callable[[Pools], tuple[Pools, T]]) -> T:
+        """Runs a program that writes blocks which the caller has taken to the pool; see `HostPool.lend`."""
+        self._clock.interrupted()
+        return self._pool.lend(run)
+
     @property
     def samples(self) -> bool:
         """Whether some steps are sampled."""
@@ -348,22 +357,24 @@ class DecodeLanes:
             raise ValueError("parked does not wait here: resume or drop what these lanes parked, and only once")
 
     def _store(
-        self, cache: KVCache, shared: Sequence[int], params: SamplingParams
+        self, cache: KVCache, shared: Sequence[int], written: Sequence[int], params: SamplingParams
     ) -> tuple[_Lane, Int[Array, "blocks"]]:
-        """Takes the blocks of a sequence and writes those that are not shared, the partial one too, to the pool.
+        """Takes the blocks of a sequence and writes those that are not there yet, the partial one too, to the pool.
 
         Returns the sequence, and the block of each block of the cache's capacity; errors as of `enter`.
         """
-        length = check_sequence(cache, shared, self.config, self.shape, self.plan, self._state.layers[0].slots.dtype)
-        self.blocks.check_used(shared)
+        check_sharing(shared, self.plan)
+        there, dtype = [*shared, *written], self._state.layers[0].slots.dtype
+        length = check_sequence(cache, there, self.config, self.shape, self.plan, dtype)
+        self.blocks.check_used(there)
         block_size = self.config.sparse.block_size
         num_blocks = -(-length // block_size)
-        blocks = [*shared, *self.blocks.take(num_blocks - len(shared))]
+        blocks = [*there, *self.blocks.take(num_blocks - len(there))]
         self._clock.interrupted()
         ids = np.zeros(cache.capacity // block_size, np.int32)
         ids[:num_blocks] = blocks
         block_ids = jnp.asarray(ids)
-        self._pool.store(cache, block_ids, len(shared), num_blocks)
+        self._pool.store(cache, block_ids, len(there), num_blocks)
         return _Lane(length=length, blocks=blocks, counts_tokens=params.counts_tokens), block_ids
 
     def _input(self, token: int, params: SamplingParams, length: int) -> tuple[Int[Array, ""], SamplingState]:

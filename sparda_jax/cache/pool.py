@@ -5,7 +5,7 @@ and a pool that is not donated would be copied whole by every write.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,12 @@ class HostPool:
         """
         pools, self._pools = self._pools, ()
         self._pools = self._store(pools, cache, block_ids, jnp.int32(first), jnp.int32(end))
+
+    def lend[T](self, run: Callable[[Pools], tuple[Pools, T]]) -> T:
+        """Runs a program that the pool is donated to, and that gives it back beside its own result."""
+        pools, self._pools = self._pools, ()
+        self._pools, result = run(pools)
+        return result
 
     def write_back(self, state: DecodeState) -> None:
         """Writes the next finished block of every lane that has one; the caller raises ``written`` afterwards."""

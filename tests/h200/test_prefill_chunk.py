@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 
 from sparda_jax.budget import Demand, prefill_workspace
+from sparda_jax.cache.chunk_store import ChunkStore, written_by
 from sparda_jax.cache.kv import KVCache
+from sparda_jax.decode_plan import GPU_OPTIONS
 from sparda_jax.forward import forward
 from sparda_jax.model import abstract_decoder
 from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES
-from tests.h200.harness import compile_for_h200, needs_compiler
+from tests.h200.harness import compile_for_h200, needs_compiler, pinned_host
 
 pytestmark = needs_compiler
 CONFIG = dataclasses.replace(SHAPES["minicpm4.1-8b"], num_layers=6)
@@ -58,3 +60,38 @@ def test_a_long_chunk_takes_little_memory(mode: Mode) -> None:
     )
     assert stats.temp_size_in_bytes <= prefill_workspace(demand) <= 1.2 * stats.temp_size_in_bytes
     assert prefill_workspace(demand) < 1.5e9
+
+
+def test_finished_blocks_are_copied_beside_the_chunk() -> None:
+    """One graph in which a layer's records wait for its keys and values, and nothing waits for them."""
+    layers, pool_shape = 2, (64 * CONFIG.num_kv_heads, 2 * CONFIG.sparse.block_size, CONFIG.head_dim)
+    config = dataclasses.replace(CONFIG, num_layers=layers)
+    graphdef, weights = nnx.split(abstract_decoder(config, has_forecast=True, dtype=jnp.bfloat16))
+
+    def chunk(weights, pools, cache, tokens, num_new, block_ids):
+        where = ChunkStore(block_ids=block_ids, start=cache.lengths[0], num_new=num_new[0])
+        written, on_layer = written_by(pools, where, chunk=CHUNK, block_size=config.sparse.block_size)
+        sparse = jnp.ones(1, bool)
+        ways = {"mode": Mode.SPARDA, "decode": False, "max_len": LENGTH, "on_layer": on_layer}
+        x, cache, _ = forward(nnx.merge(graphdef, weights), cache, tokens, num_new, sparse, **ways)
+        return tuple(written), cache, x
+
+    program = compile_for_h200(
+        chunk,
+        weights,
+        tuple(pinned_host(pool_shape, jnp.bfloat16) for _ in range(layers)),
+        jax.eval_shape(lambda: KVCache.empty(config, 1, LENGTH, jnp.bfloat16)),
+        jax.ShapeDtypeStruct((1, CHUNK), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((LENGTH // config.sparse.block_size,), jnp.int32),
+        donate_argnums=(1, 2),
+        flags=GPU_OPTIONS,
+    )
+    assert program.launches == ["kCommandBuffer"]
+    assert program.copies(1 << 20) == []
+    stats = program.memory_stats
+    assert stats.host_alias_size_in_bytes == stats.host_output_size_in_bytes == layers * 2 * math.prod(pool_shape)
+    assert stats.host_temp_size_in_bytes == 0
+    # Attention and the copies are Mosaic's, custom calls; only a copy has nothing behind it.
+    calls = re.findall(r"^ +\d+: kCustomCall +\[prev=\d+[^|]*\| (next|sink)", program.thunks, re.MULTILINE)
+    assert sorted(calls) == ["next"] * layers + ["sink"] * layers
