@@ -70,17 +70,17 @@ def create_app(
             metrics.answered(endpoint, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest, info.model))
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         return await answer(request, "chat.completions", ChatRequest, lambda body: handler.chat(request, body))
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest, info.model))
     async def completions(request: Request) -> Response:
         """Continues a text."""
         return await answer(request, "completions", CompletionRequest, lambda body: handler.completion(request, body))
 
-    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest, info.model))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
 
@@ -91,7 +91,7 @@ def create_app(
 
         return await answer(request, "tokenize", TokenizeRequest, handle)
 
-    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest, info.model))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
 
@@ -151,7 +151,27 @@ def create_app(
     return app
 
 
-def _body_schema(kind: type[protocol.Request]) -> dict[str, Any]:
+def _body_schema(kind: type[protocol.Request], model: str) -> dict[str, Any]:
     """The request's schema for the API documentation; the body itself is parsed by `parse_request`."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+    schema = _resolved(kind.model_json_schema())
+    schema["properties"]["model"] |= {"enum": [model, None]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with its definitions, none of which is recursive, where they are referred to.
+
+    A reference to ``#/$defs`` would be looked up in the whole document, where there are none.
+    """
+    definitions = schema.pop("$defs", {})
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, list):
+            return [walk(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return walk(definitions[part["$ref"].rsplit("/", 1)[1]])
+        return {name: walk(value) for name, value in part.items()}
+
+    return walk(schema)

@@ -19,10 +19,10 @@ MAX_CHOICES = 128
 # Levels inside a free-form field; code that walks it by recursion must not run out of stack.
 MAX_DEPTH = 64
 
-# Fields that change nothing in the answer's tokens: accepted and ignored.
+# Fields that change nothing in the answer's tokens: accepted and ignored. Routers add the ones about reasoning.
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "parallel_tool_calls prediction".split()
+    "parallel_tool_calls prediction separate_reasoning stream_reasoning include_reasoning".split()
 )
 # Fields that would change the answer and are not built: only the value that means "off" is accepted.
 _OFF: Mapping[str, Callable[[Any], bool]] = {
@@ -38,6 +38,9 @@ _OFF: Mapping[str, Callable[[Any], bool]] = {
     "verbosity": lambda v: False,
     "web_search_options": lambda v: False,
     "continue_final_message": lambda v: v is False,
+    "skip_special_tokens": lambda v: v is True,
+    "no_stop_trim": lambda v: v is False,
+    "return_hidden_states": lambda v: v is False,
 }
 
 
@@ -224,7 +227,10 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[list[Text] | list[list[int]], BeforeValidator(_prompt_list)]
+    prompt: Annotated[
+        list[Text] | list[list[int]],
+        BeforeValidator(_prompt_list, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
