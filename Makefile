@@ -4,7 +4,7 @@ VENV_PYTHON := .venv/bin/python
 ARGS ?=
 export PYTHON
 
-.PHONY: help serve test test-full test-gpu test-browser sanitize bench lint format lock clean
+.PHONY: help serve test test-full test-gpu test-browser sanitize bench lint format lock reference clean
 
 help: ## Say what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -51,6 +51,11 @@ format: ## Format the code and sort imports
 lock: ## Resolve pyproject.toml anew into requirements/*.lock (ARGS=--upgrade takes the newest releases)
 	@bash scripts/setup.sh dev
 	bash scripts/lock.sh $(VENV_PYTHON) $(ARGS)
+
+reference: ## Write docs/reference.md anew from the code
+	@bash scripts/setup.sh dev
+	JAX_PLATFORMS=cpu $(VENV_PYTHON) -m tests.reference >docs/reference.md.new
+	@mv docs/reference.md.new docs/reference.md
 
 clean: ## Remove what make and the tests left: .venv, build results, caches
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
