@@ -26,7 +26,7 @@ from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
-from sparda_jax.pallas_kernels.record_copy import fetch_records, unpack_plan
+from sparda_jax.pallas_kernels.record_copy import fetch_records_queued, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
 from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.pallas_kernels.token_append import append_token, finish_window, write_token
@@ -72,6 +72,7 @@ class _Prepared:
         layer: its cache.
         blocks: those that it attends to. slot_ids: where they are or will be.
         copy_plan: what is fetched.
+        queue: for the next fetch, see `fetch_records_queued`.
         scratch: for the next selection ahead, see `select_blocks_with_scratch`.
     """
 
@@ -79,6 +80,7 @@ class _Prepared:
     blocks: Int[Array, "batch kv_heads width"]
     slot_ids: Int[Array, "batch kv_heads width"]
     copy_plan: Int[Array, "plan"]
+    queue: Int[Array, "4"]
     scratch: Float[Array, "..."] | None
 
 
@@ -112,6 +114,7 @@ def decode_step(
     layers, copies, attended, compared = list(state.layers), [], [], []
     ahead: _Prepared | None = None
     scratch: Array | None = None
+    queue = jnp.zeros(4, jnp.int32)
     previous: Projections | None = None
     stream = LayerStream(pools, step.block_table, step.query_block) if plan.fetch is Fetch.STREAM else None
     x = model.embed(tokens[:, None])
@@ -124,13 +127,14 @@ def decode_step(
         else:
             k, layer = _finish_window(step, layers[index], k)
             queries = _queries(step, module, projections, previous)
-            ready = _prepare(step, index, layer, pools[index], queries, position + 1)
+            ready = _prepare(step, index, layer, pools[index], queries, position + 1, queue)
+        queue = ready.queue
         if plan.fetch is Fetch.AHEAD and index + 1 < config.num_layers:
             # The keys of layer l + 1 are still those before this token; the blocks that it could change are always
             # selected (docs/semantics.md section 5.4).
             queries = _ahead(step, model.layers[index + 1], projections)
             # Layer l attends beside this selection, and shares no memory with it.
-            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position, scratch)
+            ahead = _prepare(step, index + 1, layers[index + 1], pools[index + 1], queries, position, queue, scratch)
             # Tie 2: XLA orders the layer's attention behind the plan; the other way round the plan would get temporary
             # buffers of the layer's, and wait for it.
             q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
@@ -310,6 +314,7 @@ def _prepare(
     pool: Float[Array, "records rows head_dim"],
     queries: Float[Array, "batch kv_heads group head_dim"],
     stored: Int[Array, "batch"],
+    queue: Int[Array, "4"],
     scratch: Float[Array, "..."] | None = None,
 ) -> _Prepared:
     """Selects a layer's blocks, gives them slots, and fetches what is missing.
@@ -321,6 +326,7 @@ def _prepare(
         pool: its records on the host.
         queries: what its blocks are scored with.
         stored: tokens per lane whose compressed keys the layer's pages hold.
+        queue: of the fetch before.
         scratch: of the selection before.
     """
     backends, streamed = step.plan.backends, step.plan.streams(index)
@@ -338,16 +344,17 @@ def _prepare(
     layer = dataclasses.replace(layer, residency=residency)
     if not streamed:  # else none of them is missing
         segments = slot_ids.shape[0] * slot_ids.shape[1]
-        slots = fetch_records(
+        slots, queue = fetch_records_queued(
             copy_plan,
             pool,
             layer.slots,
+            queue,
             segments=segments,
             backend=backends.record_copy,
             settings=step.plan.copies,
         )
         layer = dataclasses.replace(layer, slots=slots)
-    return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan, scratch=scratch)
+    return _Prepared(layer=layer, blocks=blocks, slot_ids=slot_ids, copy_plan=copy_plan, queue=queue, scratch=scratch)
 
 
 def _compare(

@@ -1,6 +1,7 @@
 """The two directions of the record copy, and the choice between the backends."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int, Shaped
@@ -52,7 +53,34 @@ def fetch_records(
         ValueError: the plan's size, the record shapes or the dtypes don't fit each other, or the backend is unknown or
             does not take records of this shape.
     """
-    return _copy(plan, pool, slots, segments=segments, direction=(_RECORD, _SLOT), backend=backend, settings=settings)
+    direction = (_RECORD, _SLOT)
+    return _copy(plan, pool, slots, segments=segments, direction=direction, backend=backend, settings=settings)[0]
+
+
+def fetch_records_queued(
+    plan: Int[Array, "plan"],
+    pool: Shaped[Array, "records rows head_dim"],
+    slots: Shaped[Array, "slots rows head_dim"],
+    queue: Int[Array, "4"],
+    *,
+    segments: int,
+    backend: str | None = None,
+    settings: CopySettings | None = None,
+) -> tuple[Shaped[Array, "slots rows head_dim"], Int[Array, "4"]]:
+    """`fetch_records` that begins when the fetch before it has ended, even if its plan is there earlier.
+
+    Two fetches that share a link both end late, and the first one is wanted first.
+
+    Args:
+        queue: what the fetch before it returned, or for the first one any int32; its content means nothing. The other
+            arguments and the errors are those of `fetch_records`.
+
+    Returns:
+        The slots, and the ``queue`` of the next fetch.
+    """
+    check_operands(INT32, sizes={}, queue=(queue, "4"))
+    direction = (_RECORD, _SLOT)
+    return _copy(plan, pool, slots, queue, segments=segments, direction=direction, backend=backend, settings=settings)
 
 
 def write_back_records(
@@ -69,19 +97,20 @@ def write_back_records(
     that also reads the pool would copy it whole. No record may occur twice among the counted pairs. Arguments and
     errors are those of `fetch_records`.
     """
-    return _copy(plan, slots, pool, segments=segments, direction=(_SLOT, _RECORD), backend=backend)
+    return _copy(plan, slots, pool, segments=segments, direction=(_SLOT, _RECORD), backend=backend)[0]
 
 
 def _copy(
     plan: Array,
     source: Array,
     destination: Array,
+    queue: Array | None = None,
     *,
     segments: int,
     direction: tuple[int, int],
     backend: str | None,
     settings: CopySettings | None = None,
-) -> Array:
+) -> tuple[Array, Any]:
     check_operands(INT32, sizes={}, plan=(plan, "plan"))
     plan_width(plan.shape[0], segments)
     if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
@@ -90,7 +119,8 @@ def _copy(
             f"to {destination.dtype}{list(destination.shape[1:])}."
         )
     chosen, settings = copy_backend(source, backend), settings or CopySettings()
-    return _jitted(plan, source, destination, segments=segments, direction=direction, backend=chosen, settings=settings)
+    statics = {"segments": segments, "direction": direction, "backend": chosen, "settings": settings}
+    return _jitted(plan, source, destination, queue, **statics)
 
 
 # One jit object for all layers, so that they share one lowering of the kernel.
@@ -99,18 +129,25 @@ def _jitted(
     plan: Array,
     source: Array,
     destination: Array,
+    queue: Array | None,
     *,
     segments: int,
     direction: tuple[int, int],
     backend: Backend,
     settings: CopySettings,
-) -> Array:
+) -> tuple[Array, Array | None]:
     if backend == Backend.REFERENCE:
         counts, pairs = unpack_plan(plan, segments)
-        return copy_in_turn(counts, pairs[..., direction[0]], pairs[..., direction[1]], source, destination)
+        return copy_in_turn(counts, pairs[..., direction[0]], pairs[..., direction[1]], source, destination), queue
     chosen = {} if settings.ctas is None else {_CTAS[backend]: settings.ctas}
-    copied = _KERNELS[backend].copy_records(
-        plan, host_as_device(source), host_as_device(destination), segments=segments, direction=direction, **chosen
+    copied, queue = _KERNELS[backend].copy_records(
+        plan,
+        host_as_device(source),
+        host_as_device(destination),
+        queue,
+        segments=segments,
+        direction=direction,
+        **chosen,
     )
     on_host = jax.typeof(destination).memory_space == jax.memory.Space.Host
-    return device_as_host(copied) if on_host else copied
+    return (device_as_host(copied) if on_host else copied), queue

@@ -37,19 +37,21 @@ def copy_records(
     plan: jax.Array,
     source: jax.Array,
     destination: jax.Array,
+    queue: jax.Array | None,
     *,
     segments: int,
     direction: tuple[int, int],
     ctas: int = 4,
     stages: int = 6,
     storing: int = 1,
-) -> jax.Array:
-    """``destination[pair[direction[1]]] = source[pair[direction[0]]]`` for the counted pairs, in place.
+) -> tuple[jax.Array, jax.Array | None]:
+    """``destination[pair[direction[1]]] = source[pair[direction[0]]]`` for the counted pairs, in place; and a queue.
 
     Args:
         plan: see `pack_plan`.
         source: records, typed as device memory (`host_as_device`).
         destination: records, typed as device memory.
+        queue: four int32 that are written, so that the next copy to get them waits for this one; None: no such.
         segments: segments of the plan.
         direction: which number of a pair names the source record and which the destination.
         ctas: thread blocks; each takes an SM from whatever runs beside the copy.
@@ -79,19 +81,24 @@ def copy_records(
         plgpu.Barrier(num_barriers=stages),
     )
     kernel: Callable[..., Any] = pl.kernel(
-        lambda *refs: pl.run_scoped(functools.partial(body, *refs), *shared),
+        lambda plan, source, destination, *queue: pl.run_scoped(
+            functools.partial(body, plan, source, destination, queue), *shared
+        ),
         out_type=(),
         mesh=plgpu.Mesh(grid=(ctas,), grid_names=("cta",)),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         name="copy_records",
     )
-    return pl.run_state(lambda ref: kernel(plan, source, ref))(destination)
+    updated = (destination,) if queue is None else (destination, queue)
+    copied, *passed = pl.run_state(lambda refs: kernel(plan, source, *refs))(updated)
+    return copied, passed[0] if passed else None
 
 
 def _copy_body(
     plan,
     source,
     destination,
+    queue,
     counts,
     ring,
     counts_arrived,
@@ -109,6 +116,8 @@ def _copy_body(
         piece = pl.ds(start, min(_BOX, counts_size - start))
         plgpu.copy_gmem_to_smem(plan.at[piece], counts.at[piece], counts_arrived)
         plgpu.barrier_wait(counts_arrived)
+    for passed in queue:
+        plgpu.copy_smem_to_gmem(counts.at[pl.ds(0, 4)], passed)
 
     def settle(segment, index):
         """Carries a position beyond its segment's count over to the segment that has it; ``segments`` is the end."""

@@ -25,18 +25,20 @@ def copy_records(
     plan: jax.Array,
     source: jax.Array,
     destination: jax.Array,
+    queue: jax.Array | None,
     *,
     segments: int,
     direction: tuple[int, int],
     programs: int = 32,
     num_warps: int = 8,
-) -> jax.Array:
-    """``destination[pair[direction[1]]] = source[pair[direction[0]]]`` for the counted pairs, in place.
+) -> tuple[jax.Array, jax.Array | None]:
+    """``destination[pair[direction[1]]] = source[pair[direction[0]]]`` for the counted pairs, in place; and a queue.
 
     Args:
         plan: see `pack_plan`.
         source: records, typed as device memory (`host_as_device`); rows and head_dim are powers of two.
         destination: records, typed as device memory.
+        queue: passed on as it is; the next copy to get it waits for this one. None: no such.
         segments: segments of the plan.
         direction: which number of a pair names the source record and which the destination.
         programs: thread blocks; each has one record under way.
@@ -50,20 +52,23 @@ def copy_records(
         programs=programs,
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    updated = [destination] if queue is None else [destination, queue]
+    copied, *passed = pl.pallas_call(
         body,
         grid=(programs,),
-        in_specs=[anywhere] * 3,
-        out_specs=anywhere,
-        out_shape=jax.ShapeDtypeStruct(destination.shape, destination.dtype),
-        input_output_aliases={2: 0},
+        in_specs=[anywhere] * (2 + len(updated)),
+        out_specs=[anywhere] * len(updated),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
+        input_output_aliases={2 + i: i for i in range(len(updated))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpreting(),
         name="copy_records",
-    )(plan, source, destination)
+    )(plan, source, *updated)
+    return copied, passed[0] if passed else None
 
 
-def _copy_body(plan, source, _, destination, *, segments, width, direction, programs):
+def _copy_body(plan, source, *updated, segments, width, direction, programs):
+    destination = updated[len(updated) // 2]  # the first result; the queue is there for the order alone
     lane = jnp.arange(pl.next_power_of_2(segments))
     counts = plgpu.load(plan.at[lane], mask=lane < segments, other=0)
     ends = jnp.cumsum(counts)

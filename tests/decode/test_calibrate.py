@@ -73,9 +73,9 @@ def test_settings_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the number of thread blocks; without any the kernel keeps its own."""
     found: list[dict[str, int]] = []
 
-    def watch(plan, source, destination, *, segments, direction, **settings):
+    def watch(plan, source, destination, queue, *, segments, direction, **settings):
         found.append(settings)
-        return destination
+        return destination, queue
 
     for kernels in (mosaic_gpu, triton):
         monkeypatch.setattr(kernels, "copy_records", watch)

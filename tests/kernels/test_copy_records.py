@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from sparda_jax.pallas_kernels.backend import Backend, mosaic_interpreter
-from sparda_jax.pallas_kernels.record_copy import fetch_records, pack_plan, unpack_plan, write_back_records
+from sparda_jax.pallas_kernels.record_copy import (
+    fetch_records,
+    fetch_records_queued,
+    pack_plan,
+    unpack_plan,
+    write_back_records,
+)
 from sparda_jax.pallas_kernels.record_copy.mosaic_gpu import copy_records as copy_with_ring
 from tests.h200.harness import Compiled, compile_for_h200, needs_compiler, pinned_host
 
@@ -96,6 +102,23 @@ class CopyRecordsCases:
             np.testing.assert_array_equal(bits(got), want)
             np.testing.assert_array_equal(bits(pool), copy.pool_contents.view(want.dtype))
 
+    def test_queued_fetches(self, backend: str, pool_memory: str) -> None:
+        """The second of two fetches finds what the first one left."""
+        copy = Copy("narrow", 4, pool_memory)
+        first, one, one_slots = copy.plan([copy.width, 0, 1])
+        second, two, two_slots = copy.plan([0, copy.width, copy.width])
+        pool, buffer = copy.arrays()
+
+        def both(pool, slots):
+            statics = {"segments": copy.segments, "backend": backend}
+            slots, queue = fetch_records_queued(first, pool, slots, jnp.zeros(4, jnp.int32), **statics)
+            return fetch_records_queued(second, pool, slots, queue, **statics)[0]
+
+        want = bits(buffer)
+        want[one_slots] = bits(pool)[one]
+        want[two_slots] = bits(pool)[two]
+        np.testing.assert_array_equal(bits(jax.jit(both)(pool, buffer)), want)
+
     @pytest.mark.parametrize("name", SHAPES)
     def test_write_back(self, backend: str, pool_memory: str, name: str) -> None:
         """The counted records hold their slots, the others are as before, and the pool stays where it was."""
@@ -135,7 +158,8 @@ class RingCases:
         pool, buffer = copy.arrays()
         ring = {"ctas": ctas, "stages": stages, "storing": storing}
         with mosaic_interpreter():
-            got = copy_with_ring(plan, pool, buffer, segments=copy.segments, direction=(0, 1), **ring)
+            queue = jnp.zeros(4, jnp.int32)
+            got, _ = copy_with_ring(plan, pool, buffer, queue, segments=copy.segments, direction=(0, 1), **ring)
         want = bits(buffer)
         want[slots] = bits(pool)[records]
         np.testing.assert_array_equal(bits(got), want)
