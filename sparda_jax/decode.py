@@ -140,7 +140,7 @@ def decode_step(
             q, copy_plan = jax.lax.optimization_barrier((q, ahead.copy_plan))
             ahead = dataclasses.replace(ahead, copy_plan=copy_plan)
         # A layer that was looked at ahead waits for its fetch only here: its own products have run beside it, too.
-        after = ahead.scratch if ahead and step.fetch_is_long else None
+        after = ahead.copy_plan if ahead and step.fetch_is_long else None
         layer = _append(step, ready.layer, k, v, window=looked_ahead, after=after)
         if plan.compares:
             compared.append(_compare(step, dataclasses.replace(ready, layer=layer), q))
