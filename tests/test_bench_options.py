@@ -1,5 +1,7 @@
 """Options that no benchmark can run with are told in a sentence, before weights are made or a GPU is missed."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,10 @@ def test_what_can_not_be_run_is_told(command: str, tmp_path: Path, monkeypatch: 
     assert done.exit_code == 2, done.output
     assert TABLE[command] in done.output
     assert not [*tmp_path.iterdir()]
+
+
+def test_benchmarks_of_the_device_need_no_library_of_the_server() -> None:
+    """On a machine that has only what the model needs, all but the load generator run."""
+    blocked = ("fastapi", "uvicorn", "starlette", "prometheus_client", "httpx2")
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import sparda_jax.bench.__main__ as m; m.app()"
+    subprocess.run([sys.executable, "-c", code, "decode", "--help"], check=True, stdout=subprocess.DEVNULL)

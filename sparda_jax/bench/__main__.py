@@ -9,7 +9,6 @@ from sparda_jax.bench.kernels import kernels
 from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
 from sparda_jax.bench.prefill import prefill
-from sparda_jax.bench.serve import serve
 from sparda_jax.bench.step import step
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
@@ -24,7 +23,6 @@ app.command()(kernels)
 app.command()(decode)
 app.command()(prefill)
 app.command()(overlap)
-app.command()(serve)
 app.command()(plot)
 app.command()(step)
 
@@ -38,6 +36,21 @@ app.command()(step)
 def engine() -> None:
     """Found by name, since the server's code stands above everything else in the package."""
     runpy.run_module("sparda_jax.serve.bench", run_name="__main__", alter_sys=True)
+
+
+@app.command(
+    "serve",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Send a server requests over HTTP at a given rate, whether it keeps up or not.",
+)
+def serve(context: typer.Context) -> None:
+    """Imported only now: its HTTP client need not be there where kernels and models are measured."""
+    from sparda_jax.bench.serve import serve as command
+
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command()(command)
+    alone(args=context.args, prog_name="python -m sparda_jax.bench serve")
 
 
 if __name__ == "__main__":
