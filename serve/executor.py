@@ -23,6 +23,7 @@ from sparda_jax.lanes import DecodeLanes
 from sparda_jax.logprobs import Logprobs, Scores
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
+from sparda_jax.serve.requests import FatalError
 from sparda_jax.telemetry import DecodeStats
 
 
@@ -195,6 +196,9 @@ class Executor:
         """One chunk of a prompt; the first token of the answer when it is the last chunk.
 
         Waits for the last chunk, and for the chunk before this one, whosever that was: one at a time is under way.
+
+        Raises:
+            FatalError: the chunk failed with the host pool in its hands, which all sequences need.
         """
         assert sequence.prefill is not None
         if self._chunk is not None:
@@ -203,7 +207,12 @@ class Executor:
         there = len(sequence.shared) + len(sequence.written)
         sequence.written += self.blocks.take(sequence.prefill.chunk_end() // self.block_size - there)
         write = WriteAhead(lend=self.lanes.lend_pool, blocks=[*sequence.shared, *sequence.written])
-        token = sequence.prefill.advance(write)
+        try:
+            token = sequence.prefill.advance(write)
+        except Exception as error:
+            if self.lanes.pool_is_lost:
+                raise FatalError(f"a chunk took the host pool with it: {error}") from error
+            raise
         self._chunk = sequence.prefill.launched
         if token is not None:
             sequence.first_token, sequence.stored = token, sequence.prefill.prompt_tokens

@@ -158,8 +158,8 @@ class DecodeLanes:
         Raises:
             ValueError: there is no such lane, or it is in use; the cache is not of one sequence of these lanes' model;
                 the sequence is empty or longer than a lane can be, or it has fewer whole blocks than are there already;
-                one of these is not in use; the vocabulary has no such token; or ``params`` has penalties and ``seen`` is
-                missing.
+                one of these is not in use; the vocabulary has no such token; or ``params`` has penalties and ``seen``
+                is missing.
             ConfigError: InfiniGen's lanes were given a cache without channel weights, or shared blocks.
             MemoryError: the host pool has too few free blocks. After any of these nothing is changed.
         """
@@ -275,6 +275,11 @@ class DecodeLanes:
         """Runs a program that writes blocks which the caller has taken to the pool; see `HostPool.lend`."""
         self._clock.interrupted()
         return self._pool.lend(run)
+
+    @property
+    def pool_is_lost(self) -> bool:
+        """Whether a program took the host pool and failed: nothing can go on here."""
+        return self._pool.is_lost
 
     @property
     def samples(self) -> bool:

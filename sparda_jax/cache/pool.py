@@ -63,6 +63,11 @@ class HostPool:
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a program took the pool and gave nothing back."""
+        return any(pool.is_deleted() for pool in self._pools)
+
     def store(self, cache: KVCache, block_ids: Int[Array, "blocks"], first: int, end: int) -> None:
         """Writes blocks ``first`` to ``end`` - 1 of a contiguous cache of one sequence to the pool.
 
@@ -72,24 +77,21 @@ class HostPool:
             first: the first block to write.
             end: the block behind the last one.
         """
-        pools, self._pools = self._pools, ()
-        self._pools = self._store(pools, cache, block_ids, jnp.int32(first), jnp.int32(end))
+        self._pools = self._store(self._pools, cache, block_ids, jnp.int32(first), jnp.int32(end))
 
     def lend[T](self, run: Callable[[Pools], tuple[Pools, T]]) -> T:
         """Runs a program that the pool is donated to, and that gives it back beside its own result."""
-        pools, self._pools = self._pools, ()
-        self._pools, result = run(pools)
+        # A program that could not even be launched has taken nothing: the pool stays what it was.
+        self._pools, result = run(self._pools)
         return result
 
     def write_back(self, state: DecodeState) -> None:
         """Writes the next finished block of every lane that has one; the caller raises ``written`` afterwards."""
-        pools, self._pools = self._pools, ()
-        self._pools = self._write_back(pools, state)
+        self._pools = self._write_back(self._pools, state)
 
     def write_tail(self, state: DecodeState, lane: int) -> None:
         """Writes the partial block of a lane, if it has one; the next token makes the record stale."""
-        pools, self._pools = self._pools, ()
-        self._pools = self._write_tail(pools, state, jnp.int32(lane))
+        self._pools = self._write_tail(self._pools, state, jnp.int32(lane))
 
     def load(self, state: DecodeState, blocks: Sequence[int], capacity: int) -> KVCache:
         """A contiguous cache of ``capacity`` tokens, of batch 1, that holds these blocks; one program per capacity.
@@ -164,7 +166,12 @@ def _load_layer(
     records = fetch_records(plan, pool, empty, segments=1, backend=backend)
     k, v = from_records(records.reshape(1, -1, kv_heads, *pool.shape[1:]))
     exists = (jnp.arange(block_ids.shape[0]) < num_blocks)[:, None, None, None]
-    return LayerCache(k=k, v=v, compressed_k=from_pages(jnp.where(exists, pages[block_ids], 0)[None]))
+    return LayerCache(
+        k=k,
+        v=v,
+        compressed_k=from_pages(jnp.where(exists, pages[block_ids], 0)[None]),
+        selected=jnp.full((1, kv_heads, config.sparse.num_selected_blocks), -1, jnp.int32),
+    )
 
 
 def _records_of(block_ids: Int[Array, "blocks"], kv_heads: int) -> Int[Array, "records"]:

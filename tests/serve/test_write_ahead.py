@@ -2,14 +2,19 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from sparda_jax import generate
+from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.records import to_records
 from sparda_jax.library import SparDA
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.executor import Executor, LaneSequence
+from sparda_jax.serve.requests import FatalError
 from tests.serve.harness import pool_of
 from tests.serve.in_process import executor_of, ids
 
@@ -92,3 +97,42 @@ def test_a_prompt_that_is_given_up_gives_its_blocks_back(executor: Executor) -> 
     assert executor.blocks.num_free == executor.num_blocks - len(sequence.written) < executor.num_blocks
     executor.release(sequence)
     assert executor.blocks.num_free == executor.num_blocks
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_chunk_that_fails_leaves_the_pool_or_ends_the_engine(
+    executor: Executor, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, say, before it has taken the pool, or with the pool in its hands."""
+    executor.blocks.forget()
+    prompt, pools = ids(random.Random(5), 300), executor.lanes._pool._pools
+    storing = generate._storing
+
+    def failing(host: Any) -> Any:
+        def program(*operands: Any, pools: Pools, **more: Any) -> Any:
+            if launched:
+                storing(host)(*operands, pools=pools, **more)
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+        return program
+
+    sequence = executor.start(prompt, ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "_storing", failing)
+        # A pool of its own to lose.
+        patch.setattr(executor.lanes._pool, "_pools", tuple(_copied(pool) for pool in pools) if launched else pools)
+        with pytest.raises(FatalError if launched else RuntimeError, match="RESOURCE_EXHAUSTED"):
+            executor.prefill(sequence)
+        assert executor.lanes.pool_is_lost == launched
+    executor.release(sequence)
+    sequence = executor.start(prompt, ONE)
+    while executor.prefill(sequence) is None:
+        pass
+    np.testing.assert_array_equal(in_pool(executor, sequence.written, 0), records(sequence, 0)[:4])
+    executor.release(sequence)
+    assert executor.blocks.num_free == executor.num_blocks
+
+
+def _copied(pool: jax.Array) -> jax.Array:
+    """In host memory, too."""
+    return jax.device_put(np.array(pool), pool.sharding)
