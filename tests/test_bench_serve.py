@@ -36,6 +36,7 @@ class Scripted:
 
     def __init__(self, behave: Callable[["Scripted", int, dict[str, Any], Send], Awaitable[None]]) -> None:
         self.behave, self.bodies, self.models = behave, list[dict[str, Any]](), json.dumps({"data": [{"id": "it"}]})
+        self.tokens = json.dumps({"tokens": [5, 6, 7, 8, 9]})
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[str]:
@@ -58,7 +59,7 @@ class Scripted:
         if head.startswith("get /v1/models"):
             await send(whole(200, self.models))
         elif head.startswith("post /tokenize"):
-            await send(whole(200, json.dumps({"tokens": [5, 6, 7, 8, 9]})))
+            await send(whole(200, self.tokens))
         elif head.startswith("get"):
             await send(whole(404, "{}"))
         else:
@@ -172,10 +173,9 @@ def test_times_are_those_of_the_events() -> None:
         first.append(outcome.first - outcome.late)
         between.append(outcome.per_token * (outcome.max_tokens - 1))
         end.append(outcome.end - outcome.late)
-    # Half of them are not late by much, however busy the machine is.
+    # One of them is not late by much, however busy the machine is.
     for times, right in ((first, 0.2), (between, 0.3), (end, 0.6)):
-        assert right - 0.02 <= min(times)
-        assert np.median(times) < right + 0.15
+        assert right - 0.02 <= min(times) < right + 0.15
 
 
 def test_failures_are_told_apart() -> None:
@@ -205,6 +205,41 @@ def test_failures_are_told_apart() -> None:
     for number in range(len(outcomes)):
         expected[told[number % len(kinds)]] += 1
     assert statuses(outcomes) == expected
+
+
+ODD_EVENTS = [
+    "[]",
+    "null",
+    "5",
+    '"x"',
+    "[" * 100_000,
+    *map(
+        json.dumps,
+        [
+            {"choices": 5},
+            {"choices": None},
+            {"choices": [5]},
+            {"choices": [{"delta": {"content": "a"}}]},
+            {"choices": [], "usage": {"other": 1}},
+            {"choices": [], "usage": 5},
+            {"choices": [], "usage": {"completion_tokens": "5"}},
+            {"choices": [], "usage": {"completion_tokens": math.inf}},
+        ],
+    ),
+]
+
+
+def test_events_of_another_shape_end_their_request_alone() -> None:
+    """Such as those of a chat; the other requests are measured."""
+
+    async def behave(server: Scripted, number: int, body: dict[str, Any], send: Send) -> None:
+        if number < len(ODD_EVENTS):
+            await send(HEAD + text("a") + event(ODD_EVENTS[number]) + ending(body["max_tokens"]))
+        else:
+            await answer(server, number, body, send)
+
+    outcomes = measure(Scripted(behave))
+    assert statuses(outcomes) == {"cut short": len(ODD_EVENTS), OK: len(outcomes) - len(ODD_EVENTS)}
 
 
 # Answers ten completions, and is gone in the middle of the next one.
@@ -376,3 +411,12 @@ def test_requests_that_the_server_could_not_take_are_told() -> None:
     server.models = json.dumps({"data": []})
     with pytest.raises(TargetError, match=r"/v1/models and /tokenize have to answer"):
         measure(server)
+    for models in ("[]", "5", '{"data": 5}', '{"data": ["it"]}', '{"data": [{"id": "it", "max_model_len": "17"}]}'):
+        server.models = models
+        with pytest.raises(TargetError, match=r"/v1/models and /tokenize have to answer"):
+            measure(server)
+    server.models = json.dumps({"data": [{"id": "it"}]})
+    for tokens in ("[]", '{"tokens": 5}', '{"tokens": []}', '{"tokens": ["a"]}', '{"tokens": [{}]}', "[" * 100_000):
+        server.tokens = tokens
+        with pytest.raises(TargetError, match=r"/v1/models and /tokenize have to answer"):
+            measure(server)

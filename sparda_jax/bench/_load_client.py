@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import operator
 import string
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ SAMPLE = (
     + " ".join(string.digits + string.ascii_letters + string.punctuation)
 )
 OK = "ok"
+# What JSON of another shape than expected leads to.
+ODD = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
 class TargetError(Exception):
@@ -87,13 +90,19 @@ async def find_target(http: httpx2.AsyncClient) -> Target:
         card = models.raise_for_status().json()["data"][0]
         asked = {"model": card["id"], "prompt": SAMPLE, "add_special_tokens": False}
         tokens = (await http.post("/tokenize", json=asked, timeout=10)).raise_for_status().json()["tokens"]
+        vocabulary = sorted(set(map(operator.index, tokens)))
+        limit = card.get("max_model_len")
+        if not vocabulary:
+            raise ValueError("the sample text has no tokens")
         stats = await http.get("/stats", timeout=10)
-        about = stats.json()["server"] if stats.status_code == 200 else {}
-    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        return Target(
+            model=card["id"],
+            max_model_len=None if limit is None else operator.index(limit),
+            vocabulary=vocabulary,
+            about=dict(stats.json()["server"]) if stats.status_code == 200 else {},
+        )
+    except (httpx2.HTTPError, httpx2.InvalidURL, *ODD) as error:
         raise TargetError(f"/v1/models and /tokenize have to answer: {error or type(error).__name__}") from error
-    return Target(
-        model=card["id"], max_model_len=card.get("max_model_len"), vocabulary=sorted(set(tokens)), about=about
-    )
 
 
 async def send_all(
@@ -144,7 +153,7 @@ async def _send(http: httpx2.AsyncClient, request: Planned, body: bytes, began: 
                 reader.take(line)
     except TimeoutError:
         return dataclasses.replace(outcome, status="timeout")
-    except (httpx2.HTTPError, ValueError):  # no answer, or half a line of one
+    except (httpx2.HTTPError, *ODD):  # no answer, half a line of one, or another one
         return dataclasses.replace(outcome, status="cut short" if reader.began else "no connection")
     if not reader.done or reader.first is None or reader.last is None:
         return dataclasses.replace(outcome, status="cut short")
@@ -183,7 +192,7 @@ class _Reader:
             return
         event = json.loads(data)
         if event.get("usage"):
-            self.tokens = event["usage"]["completion_tokens"]
+            self.tokens = operator.index(event["usage"]["completion_tokens"])
         if any(choice["text"] or choice["finish_reason"] for choice in event.get("choices", ())):
             self.last = time.perf_counter()
             self.first = self.first or self.last
