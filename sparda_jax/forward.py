@@ -163,8 +163,11 @@ def _attend(
         out = step.chunk.attend(projections.q, cache, bits)
         if bits is None:
             return out, cache, None, None
+        cache = _keep_selected(step, cache, step.chunk.ids(_of_last_token(step, bits), blocks))
         return out, cache, step.chunk.ids(bits, blocks), count_bits(bits)
     ids = _select(step, query, cache) if selects else None
+    if ids is not None and not step.decode:
+        cache = _keep_selected(step, cache, _of_last_token(step, ids))
     q = group_heads(projections.q, config)
     listed = min(config.sparse.min_list_width, blocks)
     if ids is not None and q.shape[1] == 1 and listed < blocks:
@@ -173,6 +176,20 @@ def _attend(
         out = _masked(step, q, cache, ids)
     count = None if ids is None else jnp.sum((ids >= 0) & step.valid[:, None, :, None], axis=(1, 2, 3))
     return out.reshape(projections.q.shape), cache, ids, count
+
+
+def _of_last_token(step: _Step, rows: Int[Array, "batch kv_heads q_len width"]) -> Int[Array, "batch kv_heads 1 width"]:
+    """What belongs to the last new token of each sequence."""
+    return jnp.take_along_axis(rows, jnp.maximum(step.num_new - 1, 0)[:, None, None, None], axis=2)
+
+
+def _keep_selected(step: _Step, cache: LayerCache, ids: Int[Array, "batch kv_heads 1 width"]) -> LayerCache:
+    """The cache with the last token's selection; a sequence without new tokens keeps what it had."""
+    if cache.selected is None:
+        return cache
+    width = cache.selected.shape[2]
+    ids = jnp.pad(ids[:, :, 0, :width], ((0, 0), (0, 0), (0, max(0, width - ids.shape[3]))), constant_values=-1)
+    return dataclasses.replace(cache, selected=jnp.where(step.num_new[:, None, None] > 0, ids, cache.selected))
 
 
 def _select(step: _Step, query: QueryContext, cache: LayerCache) -> _Ids:

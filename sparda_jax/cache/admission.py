@@ -68,9 +68,9 @@ def admit(
 ) -> DecodeState:
     """Gives ``lane`` to the sequence of a contiguous cache; what the lane held before is forgotten.
 
-    The slots get the first blocks, which are always selected, and then the newest ones; the first decode steps fetch
-    what else they select. The whole blocks must lie in the host pool already. Arguments and errors are those of
-    `write_pages`.
+    The slots get what the prompt's last token has selected, the first and the local blocks among it, and then the
+    newest ones; the first decode steps fetch what else they select. The whole blocks must lie in the host pool already.
+    Arguments and errors are those of `write_pages`.
     """
     state, bases = write_pages(state, cache, block_ids, shared, config=config, skew=skew)
     length = cache.lengths[0]
@@ -108,14 +108,14 @@ def give_lane(
 
 
 def give_slots(
-    tables: Residency, lane: Int[Array, ""], block: Int[Array, "offsets"], taken: Bool[Array, "offsets"]
+    tables: Residency, lane: Int[Array, ""], block: Int[Array, "kv_heads offsets"], taken: Bool[Array, "offsets"]
 ) -> tuple[Residency, Int[Array, "kv_heads offsets"]]:
     """Gives the first slots of a lane to these blocks and empties the others.
 
     Args:
         tables: of one layer.
         lane: which lane.
-        block: the logical block of each slot, from the lane's first on.
+        block: the logical block of each slot and KV head, from the lane's first on.
         taken: which of the slots get theirs: the first few.
 
     Returns:
@@ -124,10 +124,11 @@ def give_slots(
     kv_heads, max_blocks = tables.slot_of_block.shape[1:]
     num_slots, base, count = tables.block_of_slot.shape[1], tables.base[lane], tables.count[lane]
     head = jnp.arange(kv_heads)[:, None]
-    slot_ids = jnp.where(taken, base + jnp.arange(block.shape[0]), num_slots) * kv_heads + head
+    offsets = block.shape[1]
+    slot_ids = jnp.where(taken, base + jnp.arange(offsets), num_slots) * kv_heads + head
     every = jnp.arange(min(num_slots, max_blocks))  # a lane's range is at most the whole sequence long
     own = jnp.where(every < count, base + every, num_slots)
-    held = jnp.full(every.shape, -1).at[: block.shape[0]].set(jnp.where(taken, block, -1))
+    held = jnp.full((kv_heads, *every.shape), -1).at[:, :offsets].set(jnp.where(taken, block, -1))
     tables = dataclasses.replace(
         tables,
         slot_of_block=tables.slot_of_block.at[lane]
@@ -149,17 +150,28 @@ def _num_blocks(length: Int[Array, ""], config: ModelConfig) -> Int[Array, ""]:
 def _fill_slots(
     layer: LayerState, stored: LayerCache, lane: Array, num_blocks: Array, config: ModelConfig
 ) -> LayerState:
-    """The layer with the first and the newest blocks of a cache in the slots of a lane."""
+    """The layer with the most wanted blocks of a cache in the slots of a lane; the first slots lose theirs first."""
     tables = layer.residency
     count = tables.count[lane]
-    offset = jnp.arange(min(tables.block_of_slot.shape[1], tables.slot_of_block.shape[2]))
-    newest = num_blocks - count + offset
-    block = jnp.where((num_blocks <= count) | (offset < config.sparse.init_blocks), offset, newest)
-    residency, slot_ids = give_slots(tables, lane, block, (offset < count) & (block < num_blocks))
     records = to_records(stored.k, stored.v, config.sparse.block_size)[0]
-    chosen = records[jnp.clip(block, 0, records.shape[0] - 1)]
-    slots = layer.slots.at[slot_ids].set(jnp.swapaxes(chosen, 0, 1), mode="drop")
+    order = _by_worth(stored, num_blocks, records.shape[0], config)
+    filled = jnp.minimum(count, num_blocks)
+    offset = jnp.arange(min(tables.block_of_slot.shape[1], tables.slot_of_block.shape[2]))
+    block = order[:, jnp.clip(records.shape[0] - filled + offset, 0, records.shape[0] - 1)]
+    residency, slot_ids = give_slots(tables, lane, block, offset < filled)
+    slots = layer.slots.at[slot_ids].set(records[block, jnp.arange(order.shape[0])[:, None]], mode="drop")
     return dataclasses.replace(layer, slots=slots, residency=residency)
+
+
+def _by_worth(stored: LayerCache, num_blocks: Array, blocks: int, config: ModelConfig) -> Int[Array, "kv_heads blocks"]:
+    """Every block of a cache, those that decode will hardly want first; of equal ones the older first."""
+    sparse, block = config.sparse, jnp.arange(blocks)
+    wanted = (block < sparse.init_blocks) | (block >= num_blocks - 1 - sparse.local_blocks)
+    wanted = jnp.broadcast_to(wanted, (config.num_kv_heads, blocks))
+    if stored.selected is not None:
+        head, ids = jnp.arange(config.num_kv_heads)[:, None], stored.selected[0]
+        wanted = wanted.at[head, jnp.where(ids < 0, blocks, ids)].set(True, mode="drop")
+    return jnp.argsort(jnp.where(block < num_blocks, block + blocks * wanted, -1), axis=1)
 
 
 def _write_partial_keys(

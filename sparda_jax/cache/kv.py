@@ -19,12 +19,15 @@ class LayerCache:
         k, v: rows at and beyond a sequence's length hold anything.
         compressed_k: window j is the mean of K rows 16j .. 16j + 31; only complete windows are meaningful.
         channel_weight: InfiniGen's importance of each skewed channel, summed over the prompt; None in other modes.
+        selected: the blocks that the prompt's newest token has selected, ascending, -1 at the end; decode begins with
+            them in its slots. None: nobody keeps them.
     """
 
     k: Float[Array, "batch kv_heads capacity head_dim"]
     v: Float[Array, "batch kv_heads capacity head_dim"]
     compressed_k: Float[Array, "batch kv_heads windows head_dim"]
     channel_weight: Float[Array, "batch kv_heads head_dim"] | None = None
+    selected: Int[Array, "batch kv_heads selected"] | None = None
 
     def append(
         self,
@@ -88,6 +91,7 @@ class KVCache:
                 v=zeros(capacity),
                 compressed_k=zeros(capacity // config.sparse.kernel_stride),
                 channel_weight=jnp.zeros((batch, heads, head_dim), jnp.float32) if infinigen else None,
+                selected=jnp.full((batch, heads, config.sparse.num_selected_blocks), -1, jnp.int32),
             )
             for _ in range(config.num_layers)
         )

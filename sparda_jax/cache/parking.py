@@ -106,7 +106,8 @@ def seat(
 
     def seated(layer, pool):
         kv_heads = layer.residency.slot_of_block.shape[1]
-        residency, slot_ids = give_slots(layer.residency, lane, block, exists)
+        blocks = jnp.broadcast_to(block, (kv_heads, block.shape[0]))
+        residency, slot_ids = give_slots(layer.residency, lane, blocks, exists)
         records = physical * kv_heads + jnp.arange(kv_heads)[:, None]
         count = jnp.broadcast_to(jnp.sum(exists, dtype=jnp.int32), kv_heads)
         plan = pack_plan(count, jnp.stack([records, slot_ids], axis=-1))
