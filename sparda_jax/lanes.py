@@ -278,7 +278,7 @@ class DecodeLanes:
 
     @property
     def pool_is_lost(self) -> bool:
-        """Whether a program took the host pool and failed: nothing can go on here."""
+        """Whether a program took the host pool and failed: nothing can go on here. Waits for what is under way."""
         return self._pool.is_lost
 
     @property

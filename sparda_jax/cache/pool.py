@@ -65,8 +65,12 @@ class HostPool:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a program took the pool and gave nothing back."""
-        return any(pool.is_deleted() for pool in self._pools)
+        """Whether a program took the pool and gave nothing back, or failed on the device; waits for those under way."""
+        try:
+            jax.block_until_ready(self._pools)
+        except Exception:  # whatever went wrong there, it went wrong with the pool
+            return True
+        return False
 
     def store(self, cache: KVCache, block_ids: Int[Array, "blocks"], first: int, end: int) -> None:
         """Writes blocks ``first`` to ``end`` - 1 of a contiguous cache of one sequence to the pool.

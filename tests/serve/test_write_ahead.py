@@ -133,6 +133,20 @@ def test_a_chunk_that_fails_leaves_the_pool_or_ends_the_engine(
     assert executor.blocks.num_free == executor.num_blocks
 
 
+def test_a_chunk_that_fails_on_the_device_has_taken_the_pool_with_it(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later than it was launched: its results are there, and raise when they are waited for."""
+
+    class Broken:
+        def block_until_ready(self) -> None:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    assert not executor.lanes.pool_is_lost
+    monkeypatch.setattr(executor.lanes._pool, "_pools", (*executor.lanes._pool._pools[1:], Broken()))
+    assert executor.lanes.pool_is_lost
+
+
 def _copied(pool: jax.Array) -> jax.Array:
     """In host memory, too."""
     return jax.device_put(np.array(pool), pool.sharding)
