@@ -73,7 +73,7 @@ def main(
         int | None,
         typer.Option(
             help="Tokens of a prompt that are prefilled between two decode steps, at most: more for throughput, fewer "
-            "for even token times. 1024 on a GPU and 128 on a CPU if left out."
+            "for even token times. 4096 on a GPU and 128 on a CPU if left out."
         ),
     ] = None,
     deterministic: Annotated[

@@ -16,7 +16,7 @@ from sparda_jax.bench._load_plan import Span, Workload, plan
 from sparda_jax.bench._load_rows import Limits, Measured, draw, rows
 from sparda_jax.bench._options import at_least, check_writable
 from sparda_jax.bench._report import print_rows, write_json
-from sparda_jax.bench.plot import check_picture
+from sparda_jax.bench.plot import check_picture, figure
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 METHOD = (
@@ -58,6 +58,8 @@ def serve(
     """Load a server over HTTP at a given rate: first tokens, tokens, whole answers, goodput, failures."""
     check_writable(json_out)
     check_picture(picture)
+    if picture:
+        figure()  # so that a missing matplotlib is told before the load
     at_least("--shared-prefix", shared_prefix, 0)
     at_least("--seed", seed, 0)
     for option, value in (("--duration", duration), ("--timeout", timeout)):

@@ -12,13 +12,18 @@ from sparda_jax.checkpoint.errors import CheckpointError
 WEIGHTS_FOLDER = "weights"
 
 
+def _place(folder: Path, item: str) -> Path:
+    """Absolute, as orbax demands of what it reads."""
+    return folder.absolute() / WEIGHTS_FOLDER / item
+
+
 def write_item(folder: Path, item: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes one item below ``folder``; the keys are the parameters' dotted paths."""
     context = ocp.Context()
     # Weights in bfloat16 shrink by a fifth at best, and every load would pay for the decompression.
     context.array.saving.use_compression = False
     with context:
-        ocp.save(str(folder / WEIGHTS_FOLDER / item), traverse_util.unflatten_dict(dict(arrays), sep="."))
+        ocp.save(str(_place(folder, item)), traverse_util.unflatten_dict(dict(arrays), sep="."))
 
 
 def read_item(folder: Path, item: str) -> dict[str, np.ndarray]:
@@ -28,7 +33,7 @@ def read_item(folder: Path, item: str) -> dict[str, np.ndarray]:
         CheckpointError: it is missing or damaged.
     """
     try:
-        tree = ocp.load(str(folder / WEIGHTS_FOLDER / item))
+        tree = ocp.load(str(_place(folder, item)))
         return {str(k): np.asarray(v) for k, v in traverse_util.flatten_dict(tree, sep=".").items()}
     except Exception as error:  # orbax and tensorstore raise many types; all mean the same here
         raise CheckpointError(f"{folder}: the item {item!r} cannot be read ({error}); convert again") from error

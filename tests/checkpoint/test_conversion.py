@@ -108,6 +108,12 @@ def test_converted_and_source_load_as_the_same_model(source: Path, tmp_path: Pat
     )
 
 
+def test_a_relative_path_will_do(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    convert_checkpoint(Path(os.path.relpath(source)), Path("out"))
+    assert_same_model(load_model(Path("out"), dtype=jnp.bfloat16), load_model(source, dtype=jnp.bfloat16))
+
+
 def test_default_dtype_on_a_cpu_is_float32(source: Path) -> None:
     model = load_model(source, device=jax.devices("cpu")[0])
     assert model.embed_tokens[...].dtype == jnp.float32
