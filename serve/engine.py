@@ -4,7 +4,8 @@ What it promises to the HTTP layer is `Engine`'s public methods and `TokenEvent`
 `ExecutorLike`; who gets what is the `Scheduler`'s decision. A turn is: park and place, admit, launch a decode step of
 all lanes, only then read the tokens of the step before and send them, and launch one prefill chunk as soon as the
 chunk before is done. So the device has its next step before anybody has looked at the last one; a sequence that has
-ended takes part in one step more, and that token is dropped.
+ended takes part in one step more, and that token is dropped. While an answer in a lane has a grammar, the tokens are
+read before the next step is launched, since that needs to know which tokens may come.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve import scheduler
@@ -23,6 +26,7 @@ from sparda_jax.serve.requests import (
     EngineUnavailable,
     FatalError,
     FinishReason,
+    GrammarLike,
     Job,
     Post,
     QueueFull,
@@ -73,6 +77,7 @@ class ExecutorLike[S: SequenceLike](Protocol):
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def start(self, prompt: Sequence[int], params: SamplingParams) -> S: ...
+    def allow(self, sequence: S, mask: np.ndarray) -> None: ...
     def prefill(self, sequence: S) -> int | None: ...
     def place(self, lane: int, sequence: S) -> None: ...
     def park(self, sequence: S) -> None: ...
@@ -185,6 +190,11 @@ class Engine:
         return self._executor.num_lanes + self._max_queue
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Each of them ends a sequence."""
+        return self._eos
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread lives, possibly inside a step that can't be interrupted."""
         return self._thread.is_alive()
@@ -194,9 +204,17 @@ class Engine:
         self._thread.start()
 
     async def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, ignore_eos: bool = False, with_stats: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        ignore_eos: bool = False,
+        with_stats: bool = False,
+        grammar: GrammarLike | None = None,
     ) -> TokenStream:
         """Queues one sequence and returns its tokens as they come. Never suspends.
+
+        ``grammar``: what the answer must look like, for this sequence alone; it ends with it.
 
         Raises:
             QueueFull: too many wait already.
@@ -208,6 +226,8 @@ class Engine:
                 params = dataclasses.replace(params, stop_token_ids=(*self._eos, *params.stop_token_ids))
             except ValueError as error:
                 raise RequestRejected(str(error)) from error
+        if grammar is not None:
+            params = dataclasses.replace(params, masked=True)
         room = max(self.max_model_len - len(prompt_ids), 1)
         job: Job[Any] = Job(
             prompt_tokens=len(prompt_ids),
@@ -216,6 +236,7 @@ class Engine:
             params=params,
             ignore_eos=ignore_eos,
             with_stats=with_stats,
+            grammar=grammar,
             loop=asyncio.get_running_loop(),
         )
         with self._wake:
@@ -399,6 +420,8 @@ class Engine:
             # Only now: who waited for the prompt before it finds that prompt's blocks.
             for job in turn.admitted:
                 self._guard(job, self._begin)
+            if any(job.grammar is not None and job.phase is Phase.RUNNING for job in jobs):
+                self._read(unread=0)
             running = [job for job in jobs if job.phase is Phase.RUNNING]
             # A step more would be for tokens that nobody asked for, if all have theirs on the way.
             stepping = any(job.launched + 1 < job.max_tokens for job in running)
@@ -408,9 +431,7 @@ class Engine:
                     job.launched += 1
                 with self._wake:
                     self._scheduler.stepped(running)
-            for sequence, token in executor.read(unread=int(stepping)):
-                if (job := self._of_sequence.get(sequence)) is not None:
-                    self._emit(job, token)
+            self._read(unread=int(stepping))
             self._send()  # before the chunk, which may have to wait for the one before it
             if turn.prefill is not None and turn.prefill.phase is Phase.PREFILLING:
                 self._guard(turn.prefill, self._prefill)
@@ -418,6 +439,11 @@ class Engine:
         finally:
             self._send()
             self._turn_started = None
+
+    def _read(self, unread: int) -> None:
+        for sequence, token in self._executor.read(unread=unread):
+            if (job := self._of_sequence.get(sequence)) is not None:
+                self._emit(job, token)
 
     def _look_at_cache(self) -> None:
         self._cache_stats_due = True
@@ -457,6 +483,8 @@ class Engine:
         # From here on a ValueError is not the client's fault: JAX raises them, too.
         job.sequence = self._executor.start(job.prompt, job.params)
         self._of_sequence[job.sequence] = job
+        if job.grammar is not None:
+            self._executor.allow(job.sequence, job.grammar.allowed())
         self._report_prefill(job)
 
     def _prefill(self, job: Job[Any]) -> None:
@@ -477,7 +505,16 @@ class Engine:
         self._failures_in_a_row = 0
         self._executor.fed(job.sequence, token)
         is_end = token in self._eos and not job.ignore_eos
-        reason: FinishReason | None = "stop" if is_end else "length" if job.tokens >= job.max_tokens else None
+        try:
+            is_complete = job.grammar is not None and job.grammar.accept(token)
+            ends = is_end or is_complete
+            reason: FinishReason | None = "stop" if ends else "length" if job.tokens >= job.max_tokens else None
+            if job.grammar is not None and reason is None:
+                self._executor.allow(job.sequence, job.grammar.allowed())
+        except EngineError as error:
+            self._outbox.append((job, error))
+            self._end(job)
+            return
         stats = job.sequence.stats.to_dict() if job.with_stats else None
         logprobs, of_prompt = job.sequence.take_logprobs()
         event = TokenEvent(

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jaxtyping import UInt32
 
 from sparda_jax.cache.parking import Parked
 from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
@@ -44,6 +45,7 @@ class LaneSequence:
         published: blocks that others can find.
         decoded, read, visible: decode steps, and what they read of a layer and could see: (KV head, block) pairs.
         lane, parked: where it is: in a lane, or waiting for one.
+        allowed: which tokens may come next; None: any.
         logprobs: of the tokens that were read and not taken yet. prompt_logprobs: of the prompt, until taken.
     """
 
@@ -64,6 +66,7 @@ class LaneSequence:
     visible: int = 0
     lane: int | None = None
     parked: Parked | None = None
+    allowed: np.ndarray | None = None
     logprobs: collections.deque[Logprobs] = dataclasses.field(default_factory=collections.deque)
     prompt_logprobs: Logprobs | None = None
 
@@ -221,6 +224,15 @@ class Executor:
                 sequence.logprobs.append(sequence.prefill.logprobs)
         return token
 
+    def allow(self, sequence: LaneSequence, mask: UInt32[np.ndarray, "words"]) -> None:
+        """Which tokens may come next in a sequence whose parameters have ``masked``, see `adjusting.all_allowed`.
+
+        To be said before the prompt is prefilled, and behind each token before the step that gives the next one.
+        """
+        sequence.allowed = mask
+        if sequence.prefill is not None and sequence.first_token is None:
+            sequence.prefill.allow(mask)
+
     def place(self, lane: int, sequence: LaneSequence) -> None:
         """Gives a free lane to a sequence whose prompt is done."""
         if sequence.parked is not None:
@@ -242,6 +254,9 @@ class Executor:
 
     def step(self) -> None:
         """Launches a decode step of all lanes in use; `read` gives its tokens."""
+        masks = {lane: s.allowed for lane, s in self._in_lane.items() if s.allowed is not None}
+        if masks:
+            self.lanes.allow(masks)
         tokens = self.lanes.step()
         tokens.copy_to_host_async()
         logprobs = None

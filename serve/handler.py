@@ -10,12 +10,14 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.serve.answers import SILENCE, Answer, Limits, merge
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.errors import ApiError
+from sparda_jax.serve.grammar import Grammar, Grammars
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.prompts import Prompts
 from sparda_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -65,6 +67,7 @@ class Handler:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, info: ServerInfo, metrics: Metrics) -> None:
         self._engine, self._tokenizer, self._info, self._metrics = engine, tokenizer, info, metrics
         self._prompts = Prompts(tokenizer, max_model_len=engine.max_model_len, vocab_size=info.vocab_size)
+        self._grammars = Grammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=sorted(engine.eos_token_ids))
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """``POST /v1/chat/completions``."""
@@ -91,13 +94,18 @@ class Handler:
         self._prompts.check_ids("stop_token_ids", body.stop_token_ids or ())
         self._prompts.check_ids("logit_bias", list(body.logit_bias or ()))
         params = [self._sampling(body, shape, prompt.ids) for prompt in prompts]
+        grammar = await self._grammar(body)
         answers: list[Answer] = []
         scorer = TokenScorer(self._tokenizer)
         try:
             for prompt, variants in zip(prompts, params, strict=True):
                 for variant in variants:
                     tokens = await self._engine.submit(
-                        prompt.ids, variant, ignore_eos=body.ignore_eos, with_stats=body.return_stats
+                        prompt.ids,
+                        variant,
+                        ignore_eos=body.ignore_eos,
+                        with_stats=body.return_stats,
+                        grammar=None if grammar is None else grammar.copy(),
                     )
                     limits = Limits(
                         echo=prompt.echo,
@@ -134,6 +142,13 @@ class Handler:
             count=lambda status: self._metrics.answered(shape.endpoint, status),
         )
         return response.stream() if body.stream else await response.whole()
+
+    async def _grammar(self, body: GenerationRequest) -> Grammar | None:
+        """Made in a thread, so that a large schema does not keep the other requests waiting."""
+        if body.answer_schema is None:
+            return None
+        field, schema = body.answer_schema
+        return await run_in_threadpool(self._grammars.compile, schema, field)
 
     def _check_count(self, body: GenerationRequest, shape: Shape, prompts: int) -> None:
         count, capacity = prompts * body.choices_per_prompt, self._engine.capacity

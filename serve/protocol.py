@@ -30,7 +30,6 @@ _OFF: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda v: v in ("none", "auto"),
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
-    "response_format": lambda v: v == {"type": "text"},
     "modalities": lambda v: v == ["text"],
     "audio": lambda v: False,
     "suffix": lambda v: v == "",
@@ -71,7 +70,7 @@ def _children(item: dict[str, Any] | list[Any]) -> list[Any]:
 
 
 Text = Annotated[str, AfterValidator(_utf8)]
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_plain_inside)]
+FreeObject = Annotated[dict[str, Any], AfterValidator(_plain_inside)]
 
 
 def _join_parts(value: Any) -> Any:
@@ -135,6 +134,22 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(_Strict):
+    """A JSON schema, which is kept to whatever ``strict`` says; name and description are for the client."""
+
+    name: Text
+    description: Text | None = None
+    schema_: FreeObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What an answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Request(_Strict):
     """What every endpoint takes."""
 
@@ -166,6 +181,7 @@ class GenerationRequest(Request):
     ] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     return_stats: bool = False
@@ -173,6 +189,16 @@ class GenerationRequest(Request):
     @property
     def choices_per_prompt(self) -> int:
         return self.n or 1
+
+    @property
+    def answer_schema(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that gives the JSON schema of the answers, and the schema; None: they are any text."""
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        if asked.json_schema is None:
+            return "response_format", {"type": "object"}
+        return "response_format.json_schema.schema", asked.json_schema.schema_
 
     @property
     def max_tokens_field(self) -> tuple[str, int | None]:
@@ -209,7 +235,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: FreeObject | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -252,7 +278,7 @@ class TokenizeRequest(Request):
     add_special_tokens: bool | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: FreeObject | None = None
     return_token_strs: bool | None = None
 
 
@@ -304,8 +330,22 @@ def _check_combinations(request: Request) -> None:
         if count > most:
             message = f"stop_token_ids has {count} ids; with min_tokens at most {most} are allowed"
             raise ApiError.bad_field("stop_token_ids", message)
+    if isinstance(request, GenerationRequest) and request.response_format is not None:
+        _check_response_format(request)
     if isinstance(request, TokenizeRequest):
         _check_tokenize(request)
+
+
+def _check_response_format(request: GenerationRequest) -> None:
+    asked, field = request.response_format, "response_format.json_schema"
+    assert asked is not None
+    if asked.type == "json_schema" and asked.json_schema is None:
+        raise ApiError.bad_field(field, f"{field} is required with type=json_schema", code="missing_field")
+    if asked.type != "json_schema" and asked.json_schema is not None:
+        raise ApiError.bad_field(field, f"{field} is allowed only with type=json_schema")
+    if asked.type != "text" and request.min_tokens:
+        message = "min_tokens is not allowed with a response_format of JSON, which says itself where an answer ends"
+        raise ApiError.bad_field("min_tokens", message)
 
 
 def _check_tokenize(request: TokenizeRequest) -> None:

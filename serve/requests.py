@@ -4,7 +4,10 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jaxtyping import UInt32
 
 from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
@@ -33,13 +36,21 @@ class FatalError(Exception):
     """Raised inside a step when the model itself can't go on (a lost device, a lost pool): it ends the engine."""
 
 
+class GrammarLike(Protocol):
+    """What one answer must look like; `sparda_jax.serve.grammar.Grammar`. Both raise EngineError."""
+
+    def allowed(self) -> UInt32[np.ndarray, "words"]: ...
+    def accept(self, token: int) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenEvent:
     """One new token.
 
     Attributes:
         token_id: the token.
-        finish_reason: why this is the last one: ``stop`` for an end-of-sequence token, ``length``; else None.
+        finish_reason: why this is the last one: ``stop`` for an end-of-sequence token or a grammar that is
+            complete, ``length``; else None.
         is_end: the token itself is an end-of-sequence token, whose text is not part of the answer.
         stats: what the sequence has read so far, where `Engine.submit` was asked for it.
         logprobs: of this token, a row, where its parameters ask for them.
@@ -59,6 +70,7 @@ class Job[S](Task):
     """A request inside the engine.
 
     Attributes:
+        grammar: what the answer must look like; None: anything.
         sequence: the executor's, from admission to the end.
         tokens: how many have been sent. launched: decode steps that it took part in.
         settled: its prompt's blocks are in the pool.
@@ -70,6 +82,7 @@ class Job[S](Task):
     ignore_eos: bool
     with_stats: bool
     loop: asyncio.AbstractEventLoop
+    grammar: GrammarLike | None = None
     events: asyncio.Queue[TokenEvent | EngineError] = dataclasses.field(default_factory=asyncio.Queue)
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     sequence: S | None = None

@@ -1,4 +1,4 @@
-"""What a request adds to its logits before a token is chosen: biases, stop tokens held back, penalties."""
+"""What a request adds to its logits before a token is chosen: biases, stop tokens held back, penalties, a mask."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 if TYPE_CHECKING:
     from sparda_jax.sampling import SamplingParams
@@ -19,6 +19,7 @@ MAX_STOP_IDS = 64
 # Behind any vocabulary, so that a scatter drops it.
 _NOTHING = 2**31 - 1
 _GENERATED = 2
+_WORD = 32
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +34,7 @@ class Adjustments:
         ids, values: what is added to which logit: ``logit_bias``, behind it the stop tokens; padded with ids that are
             dropped.
         min_length: a sequence shorter than that gets no stop token.
+        masked: which sequences get tokens of their mask only.
     """
 
     on: Bool[Array, "batch"]
@@ -43,6 +45,7 @@ class Adjustments:
     ids: Int[Array, "batch entries"]
     values: Float[Array, "batch entries"]
     min_length: Int[Array, "batch"]
+    masked: Bool[Array, "batch"]
 
     @classmethod
     def of(cls, params: "Sequence[SamplingParams]", prompt_lengths: Sequence[int]) -> "Adjustments":
@@ -70,6 +73,7 @@ class Adjustments:
             "ids": ids,
             "values": values,
             "min_length": np.array([min(length, _NOTHING) for length in lengths], np.int32),
+            "masked": np.array([p.masked for p in params]),
         }
         return cls(**jax.device_put(arrays))
 
@@ -79,16 +83,19 @@ def adjust(
     adjustments: Adjustments,
     position: Int[Array, "batch"],
     seen: Int[Array, "batch vocab"] | None,
+    allowed: UInt32[Array, "batch words"] | None = None,
 ) -> Float[Array, "batch vocab"]:
     """The logits that a token is chosen by; those of a sequence without adjustments stay as they are, bit by bit.
 
-    The order is vLLM's: ``min_tokens`` and ``logit_bias``, the repetition penalty, frequency and presence.
+    The order is vLLM's: ``min_tokens`` and ``logit_bias``, the repetition penalty, frequency and presence;
+    last the mask.
 
     Args:
         logits: the model's.
         adjustments: of each sequence.
         position: tokens before the one to be chosen.
         seen: what `prompt_tokens` and `count` say; None: nobody has penalties.
+        allowed: the masks, see `all_allowed`; None: nobody has one.
     """
     stops = jnp.arange(adjustments.ids.shape[1]) >= MAX_BIASES
     done = position >= adjustments.min_length
@@ -102,7 +109,16 @@ def adjust(
         changed = jnp.where(seen > 0, repeated, changed)
         changed = changed - adjustments.frequency[:, None] * generated
         changed = changed - adjustments.presence[:, None] * (generated > 0)
+    if allowed is not None:
+        bits = (allowed[:, :, None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1
+        may_come = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] > 0
+        changed = jnp.where(may_come | ~adjustments.masked[:, None], changed, -jnp.inf)
     return jnp.where(adjustments.on[:, None], changed, logits)
+
+
+def all_allowed(batch: int, vocab_size: int) -> UInt32[np.ndarray, "batch words"]:
+    """Masks that allow every token: token ``t`` is bit ``t % 32``, from the lowest one, of word ``t // 32``."""
+    return np.full((batch, -(-vocab_size // _WORD)), 2**_WORD - 1, np.uint32)
 
 
 def prompt_tokens(prompts: Sequence[np.ndarray], vocab_size: int) -> Int[np.ndarray, "batch vocab"]:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from sparda_jax.adjusting import count, prompt_tokens
+from sparda_jax.adjusting import all_allowed, count, prompt_tokens
 from sparda_jax.cache import KVCache
 from sparda_jax.cache.chunk_store import ChunkStore, written_by
 from sparda_jax.cache.pool import Pools
@@ -42,10 +42,10 @@ def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
-def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, *, mode, decode, max_len):
+def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, allowed, *, mode, decode, max_len):
     model = nnx.merge(graphdef, state)
     ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew}
-    return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, **ways)
+    return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
 
 
 @functools.cache
@@ -61,14 +61,29 @@ def _storing(host: jax.sharding.Sharding) -> Callable[..., tuple[Pools, "Advance
 
 
 def _advance_and_store(
-    graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, *, pools, block_ids, mode, decode, max_len
+    graphdef,
+    state,
+    skew,
+    cache,
+    tokens,
+    num_new,
+    sparse,
+    sampling,
+    seen,
+    allowed,
+    *,
+    pools,
+    block_ids,
+    mode,
+    decode,
+    max_len,
 ):
     model = nnx.merge(graphdef, state)
     where = ChunkStore(block_ids=block_ids, start=cache.lengths[0], num_new=num_new[0])
     block_size = model.config.sparse.block_size
     written, on_layer = written_by(pools, where, chunk=tokens.shape[1], block_size=block_size)
     ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "on_layer": on_layer}
-    advanced = forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, **ways)
+    advanced = forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
     return tuple(written), advanced
 
 
@@ -124,17 +139,19 @@ def forward_and_sample(
     sparse: Bool[Array, "batch"],
     sampling: SamplingState,
     seen: Int[Array, "batch vocab"] | None = None,
+    allowed: UInt32[Array, "batch words"] | None = None,
     **ways: Any,
 ) -> Advanced:
     """One prefill chunk or decode step, and the token that follows each sequence's last new one.
 
     Args:
-        ways: further arguments of `forward`, which says what the others are; ``sampling`` and ``seen`` as of `sample`.
+        ways: further arguments of `forward`, which says what the others are; ``sampling``, ``seen`` and
+            ``allowed`` as of `sample`.
     """
     x, cache, trace = forward(model, cache, tokens, num_new, sparse, **ways)
     last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = model.logits(last)
-    following = sample(logits, sampling, cache.lengths, seen)
+    following = sample(logits, sampling, cache.lengths, seen, allowed)
     return Advanced(
         tokens=following,
         cache=cache,
@@ -237,6 +254,7 @@ class Runner:
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
         """Tokens of a prefill chunk, ascending: the smallest that holds the rest of a prompt is taken."""
         self._unseen: dict[int, Int[Array, "batch vocab"]] = {}
+        self._all_allowed: dict[int, UInt32[Array, "batch words"]] = {}
 
     @property
     def model(self) -> Decoder:
@@ -348,11 +366,12 @@ class Runner:
         decode: bool,
         seen: Int[Array, "batch vocab"] | None = None,
         write: WriteAhead | None = None,
+        allowed: UInt32[Array, "batch words"] | None = None,
     ) -> Advanced:
         """Launches one compiled step and waits for nothing; ``lengths`` are the cache's, which the host knows.
 
         See :func:`sparda_jax.forward.forward` for the other arguments. ``seen`` as of `sample`; None: nothing.
-        ``write``: of a batch of 1.
+        ``write``: of a batch of 1. ``allowed`` as of `sample`; None: every token.
         """
         needed = self.capacity_for(int(np.max(lengths + num_new)))
         if needed > cache.capacity:
@@ -367,6 +386,7 @@ class Runner:
             jnp.asarray(sparse, bool),
             sampling,
             self._nothing_seen(len(lengths)) if seen is None else seen,
+            self._every_token(len(lengths)) if allowed is None else allowed,
         )
         ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
         if write is None:
@@ -420,6 +440,15 @@ class Runner:
             self._unseen[batch] = self.seen_in([np.zeros(0, np.int32)] * batch)
         return self._unseen[batch]
 
+    def allowed(self, masks: UInt32[np.ndarray, "batch words"]) -> UInt32[Array, "batch words"]:
+        """Masks on the device, see `adjusting.all_allowed`."""
+        return jax.device_put(masks, self._device)
+
+    def _every_token(self, batch: int) -> UInt32[Array, "batch words"]:
+        if batch not in self._all_allowed:
+            self._all_allowed[batch] = self.allowed(all_allowed(batch, self.config.vocab_size))
+        return self._all_allowed[batch]
+
 
 class Lanes:
     """A ragged batch in flight: prompts are prefilled in chunks, then every live lane decodes one token a step."""
@@ -431,6 +460,7 @@ class Lanes:
         self.prefilled = 0
         self._sampling = SamplingState.of(params, self.prompt_tokens.tolist())
         self._seen = runner.seen_in(self._prompts) if any(p.counts_tokens for p in params) else None
+        self._allowed: UInt32[Array, "batch words"] | None = None
         self._params = list(params)
         self._scored: list[list[Scored] | None] = [None if p.prompt_logprobs is None else [] for p in params]
         self.logprobs: list[Logprobs | None] = [None] * len(prompts)
@@ -466,6 +496,10 @@ class Lanes:
     def finish(self, lane: int) -> None:
         """The lane stops: it takes part in no further step."""
         self._live[lane] = False
+
+    def allow(self, masks: UInt32[np.ndarray, "batch words"]) -> None:
+        """Which tokens may come next, of lanes whose parameters have ``masked``; see `adjusting.all_allowed`."""
+        self._allowed = self._runner.allowed(masks)
 
     @property
     def seen(self) -> Int[Array, "batch vocab"] | None:
@@ -574,7 +608,7 @@ class Lanes:
         if cache is None:
             cache = self._runner.new_cache(len(self._prompts), self._runner.capacity_for(int(num_new.max())))
         advanced = self._runner.advance(
-            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode, self._seen, write
+            cache, self._lengths, tokens, num_new, sparse, self._sampling, decode, self._seen, write, self._allowed
         )
         self._cache = advanced.cache
         self._lengths += num_new
@@ -631,6 +665,10 @@ class Sequence:
     def seen(self) -> Int[Array, "1 vocab"] | None:
         """The tokens of prompt and answer, for `DecodeLanes.enter`; None: its parameters have no penalties."""
         return self._lanes.seen
+
+    def allow(self, mask: UInt32[np.ndarray, "words"]) -> None:
+        """Which tokens may come next, where its parameters have ``masked``; see `adjusting.all_allowed`."""
+        self._lanes.allow(mask[None])
 
     def take_cache(self) -> KVCache:
         """The cache of what went in so far, for `DecodeLanes.enter`; this sequence can't go on.

@@ -6,15 +6,15 @@ a lane (`adopt`), and share the blocks of a prefix with others (``shared``, `Dec
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
-from sparda_jax.adjusting import count
+from sparda_jax.adjusting import all_allowed, count
 from sparda_jax.cache.admission import PartialBasis, admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
@@ -276,6 +276,15 @@ class DecodeLanes:
         self._clock.interrupted()
         return self._pool.lend(run)
 
+    def allow(self, masks: Mapping[int, UInt32[np.ndarray, "words"]]) -> None:
+        """Which tokens the next step may give, lane by lane (see `adjusting.all_allowed`), to those whose ``params``
+        have ``masked``. What is given here is all that counts: a lane that is left out may have any.
+        """
+        rows = all_allowed(self.shape.lanes, self.config.vocab_size)
+        for lane, mask in masks.items():
+            rows[lane] = mask
+        self._state = dataclasses.replace(self._state, allowed=jax.device_put(rows, self._device))
+
     @property
     def pool_is_lost(self) -> bool:
         """Whether a program took the host pool and failed: nothing can go on here. Waits for what is under way."""
@@ -495,7 +504,7 @@ def step_and_sample(
     model = nnx.merge(graphdef, weights)
     x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan, choose)
     logits = model.logits(x)
-    following = sample(logits, sampling, state.lengths, state.seen)
+    following = sample(logits, sampling, state.lengths, state.seen, state.allowed)
     logprobs = score_if(sampling.logprobs, logits, following)
     state = dataclasses.replace(state, seen=count(state.seen, following))
     return jnp.where(state.live, following, tokens), state, copies, logprobs

@@ -37,9 +37,11 @@ class SamplingParams:
         stop_token_ids: what ``min_tokens`` holds back; to stop at one is the caller's part.
         logprobs: report each new token's log probability and those of so many likeliest ones; None: report none.
         prompt_logprobs: the same of the prompt's tokens.
+        masked: each token is one of a mask's, which whoever advances the sequence gives before (`Sequence.allow`,
+            `DecodeLanes.allow`).
 
     A token is chosen by vLLM's order: ``min_tokens`` and ``logit_bias``, the penalties (repetition, frequency,
-    presence), then the largest logit if greedy, else temperature, ``min_p``, ``top_k`` and ``top_p``.
+    presence), the mask, then the largest logit if greedy, else temperature, ``min_p``, ``top_k`` and ``top_p``.
     """
 
     max_tokens: int = 256
@@ -56,6 +58,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    masked: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError whose message begins with the field's name."""
@@ -95,7 +98,7 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether more than temperature, ``top_k`` and ``top_p`` decides."""
-        return self.counts_tokens or bool(self.logit_bias or self.min_tokens or self.min_p)
+        return self.counts_tokens or bool(self.logit_bias or self.min_tokens or self.min_p or self.masked)
 
     @property
     def _can_wait(self) -> bool:
@@ -135,6 +138,7 @@ def sample(
     state: SamplingState,
     position: Int[Array, "batch"],
     seen: Int[Array, "batch vocab"] | None = None,
+    allowed: UInt32[Array, "batch words"] | None = None,
 ) -> Int[Array, "batch"]:
     """The next token of each sequence. The draw depends on (seed, position) only, never on the rest of the batch.
 
@@ -143,11 +147,12 @@ def sample(
         state: how each sequence is sampled.
         position: tokens before the new one.
         seen: which tokens prompt and answer hold, see `adjusting.count`; None: nobody has penalties.
+        allowed: which tokens may come, see `adjusting.all_allowed`; None: nobody has a mask.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Int[Array, "batch"]:
-        adjusted = adjust(logits, state.adjustments, position, seen)
+        adjusted = adjust(logits, state.adjustments, position, seen, allowed)
         drawn = jax.vmap(_draw)(adjusted, state, position)
         return jnp.where(state.temperature > 0, drawn, jnp.argmax(adjusted, axis=-1).astype(jnp.int32))
 

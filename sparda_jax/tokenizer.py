@@ -97,6 +97,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The whole tokenizer in the format of ``tokenizer.json``."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids of a plain prompt; control tokens spelled out in it become control tokens, as in transformers.
 

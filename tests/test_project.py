@@ -23,7 +23,17 @@ LOCKS = ("base", "dev", "cuda", "cuda12", "h200-compiler")
 # Imported only where installed (conversion checks against them, curves are drawn with one); never required.
 OPTIONAL = {"matplotlib", "torch", "transformers"}
 # Libraries of the server and of the tests, which the model, the kernels and the training must run without.
-NOT_IN_CORE = {"beartype", "fastapi", "grain", "openai", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+NOT_IN_CORE = {
+    "beartype",
+    "fastapi",
+    "grain",
+    "llguidance",
+    "openai",
+    "pydantic",
+    "pydantic_core",
+    "starlette",
+    "uvicorn",
+}
 
 
 @functools.cache

@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from sparda_jax.adjusting import all_allowed
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.pallas_kernels.residency import Residency, empty_residency
 from sparda_jax.telemetry import Counts, no_counts
@@ -48,6 +49,8 @@ class DecodeState:
         counts: what the steps have attended to and copied.
         seen: which tokens prompt and answer hold (`adjusting.count`), of lanes whose requests have penalties; of the
             others anything.
+        allowed: which tokens may come next (`adjusting.all_allowed`), of lanes whose requests have a mask; of the
+            others anything.
     """
 
     layers: tuple[LayerState, ...]
@@ -57,6 +60,7 @@ class DecodeState:
     written: Int[Array, "batch"]
     counts: Counts
     seen: Int[Array, "batch vocab"]
+    allowed: UInt32[Array, "batch words"]
 
     @property
     def num_lanes(self) -> int:
@@ -130,4 +134,5 @@ def empty_state(config: ModelConfig, shape: CacheShape, dtype: jnp.dtype, *, par
         written=jnp.zeros(shape.lanes, jnp.int32),
         counts=no_counts(config.num_layers, shape.lanes),
         seen=jnp.zeros((shape.lanes, config.vocab_size), jnp.int32),
+        allowed=jnp.asarray(all_allowed(shape.lanes, config.vocab_size)),
     )

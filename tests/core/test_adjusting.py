@@ -1,5 +1,6 @@
 """Biases, held-back stop tokens, penalties and min_p against plain numpy, and log probabilities of their own."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparda_jax.adjusting import MAX_BIASES, MAX_STOP_IDS, adjust, count, prompt_tokens
+from sparda_jax.adjusting import MAX_BIASES, MAX_STOP_IDS, adjust, all_allowed, count, prompt_tokens
 from sparda_jax.logprobs import MAX_LOGPROBS, score, score_if
 from sparda_jax.sampling import SamplingParams, SamplingState, sample
 
 BATCH, VOCAB = 4, 48
 seeds = st.integers(0, 2**32 - 1)
 _adjust = jax.jit(lambda logits, state, position, seen: adjust(logits, state.adjustments, position, seen))
+_masked = jax.jit(lambda logits, state, position, allowed: adjust(logits, state.adjustments, position, None, allowed))
 _sample, _score = jax.jit(sample), jax.jit(score)
 
 
@@ -70,6 +72,31 @@ def test_adjusted_logits_are_those_of_plain_numpy(seed: int):
             assert found[row].tobytes() == logits[row].tobytes()
     greedy = np.asarray(_sample(logits, state, position, seen))
     np.testing.assert_array_equal(greedy, found.argmax(axis=1))
+
+
+@given(seed=seeds, vocab=st.sampled_from([32, 48, 70]))
+def test_a_mask_lets_nothing_else_come(seed: int, vocab: int):
+    """Greedy or drawn, with penalties or without; a neighbour's mask that nobody asked for changes nothing."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((BATCH, vocab)) * 5).astype(np.float32)
+    drawn = [SamplingParams(temperature=float(t), seed=seed) for t in (0, 0, 1, 1)]
+    params = [dataclasses.replace(p, masked=bool(rng.random() < 0.7)) for p in drawn]
+    masks, may_come = all_allowed(BATCH, vocab), rng.random((BATCH, vocab)) < 0.1
+    may_come[:, rng.integers(vocab)] = True
+    for row, token in zip(*np.nonzero(~may_come), strict=True):
+        masks[row, token // 32] &= ~np.uint32(1 << (token % 32))
+    state, at = SamplingState.of(params), jnp.full(BATCH, 7)
+    adjusted = np.asarray(_masked(logits, state, at, masks))
+    tokens = np.asarray(_sample(logits, state, at, None, masks))
+    free = np.asarray(_sample(logits, SamplingState.of(drawn), at, None, masks))
+    for row, p in enumerate(params):
+        allowed = may_come[row] if p.masked else np.ones(vocab, bool)
+        np.testing.assert_array_equal(adjusted[row], np.where(allowed, logits[row], -np.inf))
+        assert allowed[tokens[row]]
+        if not p.masked:
+            assert tokens[row] == free[row]
+        elif not p.temperature:
+            assert tokens[row] == adjusted[row].argmax()
 
 
 def test_only_those_asked_for_are_counted():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import random
 import socket
 import threading
 import time
@@ -53,7 +54,8 @@ def fake_logprobs(tokens: Sequence[int], likeliest: int) -> Logprobs:
 
 
 class FakeSequence:
-    """Prefills `CHUNK` tokens a time, then answers by `ANSWERS` (greedy) or by its seed (temperature above 0)."""
+    """Prefills `CHUNK` tokens a time, then answers by `ANSWERS` (greedy) or by its seed (temperature above 0),
+    or with any of the tokens that are allowed."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
         self.prompt, self.prefilled, self.steps = list(prompt), 0, 0
@@ -66,6 +68,8 @@ class FakeSequence:
             self.answer = [*TOKENIZER.encode("done", add_bos=False), IM_END]
         self.emitted = 0
         self.params, self.newest = params, -1
+        self.allowed: np.ndarray | None = None
+        self.random = random.Random(params.seed or 0)
 
     @property
     def stats(self) -> FakeStats:
@@ -81,6 +85,9 @@ class FakeSequence:
 
     def next(self) -> int:
         """The next token of the answer."""
+        if self.allowed is not None:
+            bits = np.unpackbits(self.allowed.view(np.uint8), bitorder="little")
+            return self.random.choice(np.flatnonzero(bits).tolist())
         token = self.answer[self.steps] if self.answer is not None and self.steps < len(self.answer) else 70
         self.steps += 1
         return token
@@ -116,6 +123,9 @@ class FakeRunner:
         self.started.append(params)
         self.live.add(sequence)
         return sequence
+
+    def allow(self, sequence: FakeSequence, mask: np.ndarray) -> None:
+        sequence.allowed = mask
 
     def prefill(self, sequence: FakeSequence) -> int | None:
         self.log.append(sequence)

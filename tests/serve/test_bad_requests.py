@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +121,25 @@ BOTH = [
     ("logprobs", 21),
     ("logprobs", 1.5),
     ("tools", [{"type": "function"}]),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", "json_object"),
+    ("response_format.type", {"type": "xml"}),
+    ("response_format.json_schema", {"type": "json_schema"}),
+    ("response_format.json_schema", {"type": "text", "json_schema": {"name": "a", "schema": {}}}),
+    ("response_format.json_schema.name", {"type": "json_schema", "json_schema": {"schema": {}}}),
+    ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a"}}),
+    *(
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+        for schema in (
+            5,
+            {"type": "nothing"},
+            {"type": "object", "properties": 3},
+            {"$ref": "#/$defs/missing"},
+            {"type": "string", "pattern": "("},
+            {"not": {"type": "string"}},
+            {"type": "array", "uniqueItems": True},
+            {"enum": ["\ud83d"]},
+        )
+    ),
     ("no_such_field", 1),
 ]
 CHAT_ONLY = [
@@ -198,7 +217,9 @@ TEXT_ONLY = [
 def cases() -> Iterator[Any]:
     for path, base in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "hello"})):
         for field, value in BOTH:
-            yield pytest.param(path, base | {field.split("[")[0]: value}, field, id=f"{path}-{field}-{str(value)[:20]}")
+            yield pytest.param(
+                path, base | {re.split(r"[\[.]", field)[0]: value}, field, id=f"{path}-{field}-{str(value)[:20]}"
+            )
     for field, value in CHAT_ONLY:
         yield pytest.param(CHAT, {"messages": value}, field, id=f"{field}-{str(value)[:30]}")
     for field, value in CHAT_FIELDS:

@@ -146,6 +146,9 @@ def test_after_the_warm_up_nothing_is_compiled(
         bodies[0] |= {"logit_bias": {"5": 1}, "min_tokens": 2, "temperature": 1, "min_p": 0.1, "logprobs": 2}
         bodies[1] |= {"repetition_penalty": 1.5, "echo": True, "logprobs": 1}
         bodies[2] |= {"presence_penalty": 1, "frequency_penalty": -1}
+        numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 100}
+        asked = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": numbers}}
+        bodies[3] |= {"response_format": asked, "temperature": 1}
         for _ in range(2):  # the second time their prefixes are there
             answers = ask(app, *bodies)
             assert [answer["usage"]["completion_tokens"] for answer in answers] == [new for _, new in sizes]
