@@ -128,8 +128,9 @@ def test_the_8b_shape_in_numbers() -> None:
     assert plan.first_layer == 16 * 2048 * 2 * 32768
     assert plan.slots == 31 * 16 * 160 * 2 * 32768
     assert plan.pages == plan.host_pool // 32
-    # One and a half sequences, and two caches for short prompts of 8192 tokens.
-    assert plan.staging == pytest.approx((1.5 * 131072 + 2 * 8192) * 32768 * 33 / 32, abs=16)
+    # One and a half sequences, and two caches for short prompts of 8192 tokens; each keeps its last selection.
+    selected = 32 * 2 * 96 * 4 / 131072
+    assert plan.staging == pytest.approx((1.5 * 131072 + 2 * 8192) * (32768 * 33 / 32 + selected), abs=16)
     assert plan.weights == pytest.approx(16.44e9, rel=1e-3)
     assert plan.tables < 32 << 20
 

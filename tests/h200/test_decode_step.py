@@ -40,6 +40,7 @@ CONFIG = ModelConfig(
     rope=RopeConfig(theta=10000.0),
     sparse=SparseConfig(dense_len=6144),
 )
+LOGITS = f"f32[{LANES},{CONFIG.vocab_size}]"
 SHAPE = CacheShape(lanes=LANES, max_blocks=512, num_blocks=LANES * 512, slots_per_lane=128)
 
 
@@ -59,9 +60,14 @@ def compiled(mode: Mode, fetch: Fetch, *, compares: bool = False) -> Compiled:
 
 def copies(program: Compiled) -> list[str]:
     """Large copies in a step whose requests are greedy and have no penalties; the others begin with the logits' own."""
-    logits, large = f"f32[{LANES},{CONFIG.vocab_size}]", program.copies(1 << 12)
+    large = program.copies(1 << 12)
     assert len(large) <= 1
-    return [copy for copy in large if logits not in copy]
+    return [copy for copy in large if LOGITS not in copy]
+
+
+def small_copies(program: Compiled) -> list[str]:
+    """All but that one."""
+    return [copy for copy in program.copies(1) if LOGITS not in copy]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
     # scored where they lie: gathered, those of one layer alone would be 16 MiB of temporaries.
     assert copies(program) == []
     # Not even those, as a rule: what a step only passes on stays where it is.
-    assert len(program.copies(1)) < LAYERS
+    assert len(small_copies(program)) < LAYERS
     stats = program.memory_stats
     held = LANES * SHAPE.max_blocks * CONFIG.num_kv_heads * 2 * 64 * 128 * 2
     assert stats.alias_size_in_bytes > held, "the state is updated where it is"
@@ -95,27 +101,28 @@ def test_a_sampled_step_is_one_graph_in_place() -> None:
     program = compiled(Mode.SPARDA, Fetch.AHEAD, compares=True)
     assert program.launches == ["kCommandBuffer"]
     assert copies(program) == []
-    assert len(program.copies(1)) < LAYERS
+    assert len(small_copies(program)) < LAYERS
     assert program.memory_stats.temp_size_in_bytes < 8 << 20, "a group's scores are more than a Forecast's"
 
 
 @pytest.mark.parametrize("mode", [Mode.SPARDA, pytest.param(Mode.INFINIGEN, marks=pytest.mark.slow)])
-def test_the_fetch_waits_for_its_plan_only(mode: Mode) -> None:
-    """In the graph a fetch has one edge in, from its plan, and a layer's kernels lie between that and its reader."""
+def test_a_fetch_waits_for_its_plan_and_the_fetch_before(mode: Mode) -> None:
+    """In the graph nothing else leads to it, and a layer's kernels lie between its plan and its reader."""
     assert GPU_OPTIONS["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
     program = compiled(mode, Fetch.AHEAD)
     node = r"^ +(\d+): (\w+) +\[(?:prev=(\d+)[^|]*|source *)\| (?:next=(\d+)[^\]]*|sink *)\] (\S+)"
     nodes = re.findall(node, program.thunks, re.MULTILINE)
     names = {number: name for number, _, _, _, name in nodes}
-    # Mosaic kernels are custom calls: the two of attention, which follow each other, and the fetches.
-    fetches = [
-        int(after) - int(before)
-        for _, kind, before, after, _ in nodes
-        if kind == "kCustomCall" and names[after] != "kCustomCall"
-        if names[before].startswith("plan_residency")
-    ]
-    assert len(fetches) == LAYERS
+    # Of its edges a node shows the nearest. Mosaic kernels are custom calls: the two of attention, which follow small
+    # kernels and each other, and the fetches, which follow their plan, the fetch before, or the beginning of the queue.
+    plans = [int(number) for number, name in names.items() if name.startswith("plan_residency")]
+    readers: dict[int, int] = {}
+    for number, kind, before, after, _ in nodes:
+        is_fetch = before and (int(before) in {*plans, *readers} or names.get(before) == "kCopy")
+        if kind == "kCustomCall" and is_fetch:
+            readers[int(number)] = int(after)
+    assert len(readers) == len(plans) == LAYERS
     # Layer 0 reads what it fetches at once; for the others attention, the MLP and their own products come in between.
-    at_once, *beside = sorted(fetches)
+    at_once, *beside = (reader - plan for plan, reader in zip(plans, readers.values(), strict=True))
     assert at_once < 5
     assert min(beside) > 10
