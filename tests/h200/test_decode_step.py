@@ -124,5 +124,5 @@ def test_a_fetch_waits_for_its_plan_and_the_fetch_before(mode: Mode) -> None:
     assert len(readers) == len(plans) == LAYERS
     # Layer 0 reads what it fetches at once; for the others attention, the MLP and their own products come in between.
     at_once, *beside = (reader - plan for plan, reader in zip(plans, readers.values(), strict=True))
-    assert at_once < 5
+    assert at_once < 8
     assert min(beside) > 10
