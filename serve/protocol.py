@@ -1,5 +1,6 @@
 """The requests: OpenAI's fields, checked before any work, each error naming its field."""
 
+import abc
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -156,7 +157,7 @@ class Request(_Strict):
     model: str | None = None
 
 
-class GenerationRequest(Request):
+class GenerationRequest(Request, abc.ABC):
     """What both generating endpoints take.
 
     Extensions of OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, return_stats.
@@ -206,9 +207,9 @@ class GenerationRequest(Request):
         return "max_tokens", self.max_tokens
 
     @property
+    @abc.abstractmethod
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens are reported beside each token; None: no log probabilities."""
-        raise NotImplementedError
 
     @property
     def repeats_prompt(self) -> bool:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sparda_jax.cache import KVCache
-from sparda_jax.generate import Runner, WriteAhead
+from sparda_jax.generate import Runner
+from sparda_jax.programs import WriteAhead
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.serve.executor import Executor
 

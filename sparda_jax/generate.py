@@ -1,29 +1,26 @@
-"""Running a model: compiled steps over length buckets, sequences and ragged batches."""
+"""Running a model: which program runs over which cache bucket, sequences and ragged batches."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from sparda_jax.adjusting import all_allowed, count, prompt_tokens
+from sparda_jax.adjusting import all_allowed, prompt_tokens
 from sparda_jax.cache import KVCache
-from sparda_jax.cache.chunk_store import ChunkStore, written_by
 from sparda_jax.cache.pool import Pools
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.decode_plan import GPU_OPTIONS, Backends
-from sparda_jax.forward import Skew, forward
+from sparda_jax.decode_plan import Backends
+from sparda_jax.forward import Skew
+from sparda_jax.generation_stats import GenerationStats, PhaseStats
 from sparda_jax.infinigen import calibrate
-from sparda_jax.logprobs import SCORED_TOKENS, Logprobs, Scores, score, score_if
+from sparda_jax.logprobs import SCORED_TOKENS, Logprobs
 from sparda_jax.model import Decoder
 from sparda_jax.prefill import by_bits
-from sparda_jax.sampling import SamplingParams, SamplingState, sample
+from sparda_jax.programs import Advanced, Scored, WriteAhead, advance, count_tokens, grow, score_rows, storing
+from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
 
 MIN_CAPACITY = 1024
@@ -39,176 +36,6 @@ def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -
     if by_bits(mode, Backends()):
         return 3 * config.intermediate_size * itemsize
     return 4 * config.num_heads * capacity
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
-def _advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, allowed, *, mode, decode, max_len):
-    model = nnx.merge(graphdef, state)
-    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew}
-    return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
-
-
-@functools.cache
-def _storing(host: jax.sharding.Sharding) -> Callable[..., tuple[Pools, "Advanced"]]:
-    """`_advance` that also writes to pools in ``host`` memory, which have to be named as such among its results."""
-    return jax.jit(
-        _advance_and_store,
-        static_argnames=("graphdef", "mode", "decode", "max_len"),
-        donate_argnames=("cache", "pools"),
-        out_shardings=(host, None),
-        compiler_options=GPU_OPTIONS,  # so that the copies run beside the rest
-    )
-
-
-def _advance_and_store(
-    graphdef,
-    state,
-    skew,
-    cache,
-    tokens,
-    num_new,
-    sparse,
-    sampling,
-    seen,
-    allowed,
-    *,
-    pools,
-    block_ids,
-    mode,
-    decode,
-    max_len,
-):
-    model = nnx.merge(graphdef, state)
-    where = ChunkStore(block_ids=block_ids, start=cache.lengths[0], num_new=num_new[0])
-    block_size = model.config.sparse.block_size
-    written, on_layer = written_by(pools, where, chunk=tokens.shape[1], block_size=block_size)
-    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "on_layer": on_layer}
-    advanced = forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
-    return tuple(written), advanced
-
-
-_count = jax.jit(count)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WriteAhead:
-    """Where the blocks that a chunk finishes go while it is computed.
-
-    Attributes:
-        lend: runs a program that gets the host pool and gives it back (`DecodeLanes.lend_pool`).
-        blocks: the physical block of each whole block of the sequence, up to the chunk's end.
-    """
-
-    lend: "Callable[[Callable[[Pools], tuple[Pools, Advanced]]], Advanced]"
-    blocks: Seq[int]
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "rows"))
-def _score(graphdef, state, stream, lane, start, targets, *, rows):
-    """Log probabilities of the tokens that follow ``rows`` positions of a chunk."""
-    hidden = jax.lax.dynamic_slice(stream, (lane, start, 0), (1, rows, stream.shape[2]))[0]
-    return score(nnx.merge(graphdef, state).logits(hidden), targets)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advanced:
-    """What one prefill chunk or decode step gives.
-
-    Attributes:
-        tokens: those that follow each sequence's last new one.
-        cache: with the new tokens.
-        read, visible: blocks, per layer and sequence, and per sequence.
-        logprobs: of ``tokens``; zeros where nobody wants them.
-        stream: the new tokens' residual stream before the final norm.
-    """
-
-    tokens: Int[Array, "batch"]
-    cache: KVCache
-    read: Int[Array, "layers batch"]
-    visible: Int[Array, "batch"]
-    logprobs: Scores
-    stream: Float[Array, "batch q_len hidden"]
-
-
-def forward_and_sample(
-    model: Decoder,
-    cache: KVCache,
-    tokens: Int[Array, "batch q_len"],
-    num_new: Int[Array, "batch"],
-    sparse: Bool[Array, "batch"],
-    sampling: SamplingState,
-    seen: Int[Array, "batch vocab"] | None = None,
-    allowed: UInt32[Array, "batch words"] | None = None,
-    **ways: Any,
-) -> Advanced:
-    """One prefill chunk or decode step, and the token that follows each sequence's last new one.
-
-    Args:
-        ways: further arguments of `forward`, which says what the others are; ``sampling``, ``seen`` and
-            ``allowed`` as of `sample`.
-    """
-    x, cache, trace = forward(model, cache, tokens, num_new, sparse, **ways)
-    last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = model.logits(last)
-    following = sample(logits, sampling, cache.lengths, seen, allowed)
-    return Advanced(
-        tokens=following,
-        cache=cache,
-        read=trace.blocks_read,
-        visible=trace.blocks_visible,
-        logprobs=score_if(sampling.logprobs, logits, following),
-        stream=x,
-    )
-
-
-Scored = tuple[Scores, slice]
-
-
-@functools.partial(jax.jit, static_argnames=("capacity",))
-def _grow(cache: KVCache, *, capacity: int) -> KVCache:
-    return cache.grow(capacity)
-
-
-@dataclasses.dataclass
-class PhaseStats:
-    """What one phase of a request read: (token, KV head, block) triples.
-
-    Attributes:
-        tokens: tokens processed.
-        blocks_read: per layer, the triples attended to.
-        blocks_visible: the triples that a dense layer would have read.
-    """
-
-    tokens: int
-    blocks_read: list[int]
-    blocks_visible: int
-
-    @property
-    def read_fraction(self) -> float:
-        """Blocks read over blocks visible, all layers together; 1 for a phase without tokens."""
-        visible = self.blocks_visible * len(self.blocks_read)
-        return sum(self.blocks_read) / visible if visible else 1.0
-
-    def add(self, tokens: int, read: np.ndarray, visible: int) -> None:
-        self.tokens += tokens
-        self.blocks_read = [a + int(b) for a, b in zip(self.blocks_read, read, strict=True)]
-        self.blocks_visible += visible
-
-
-@dataclasses.dataclass
-class GenerationStats:
-    """Blocks read and visible of one request, per layer; ``return_stats=True`` returns it."""
-
-    mode: str
-    prefill: PhaseStats
-    decode: PhaseStats
-
-    def to_dict(self) -> dict:
-        phases = {"prefill": self.prefill, "decode": self.decode}
-        return {"mode": self.mode} | {
-            name: dataclasses.asdict(phase) | {"read_fraction": phase.read_fraction} for name, phase in phases.items()
-        }
 
 
 class Runner:
@@ -375,7 +202,7 @@ class Runner:
         """
         needed = self.capacity_for(int(np.max(lengths + num_new)))
         if needed > cache.capacity:
-            cache = _grow(cache, capacity=needed)
+            cache = grow(cache, capacity=needed)
         operands = (
             self._graphdef,
             self._state,
@@ -390,13 +217,13 @@ class Runner:
         )
         ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
         if write is None:
-            return _advance(*operands, **ways)
+            return advance(*operands, **ways)
         ids = np.zeros(cache.capacity // self.config.sparse.block_size, np.int32)
         ids[: len(write.blocks)] = write.blocks
         block_ids = jnp.asarray(ids)
 
         def run(pools: Pools) -> tuple[Pools, Advanced]:
-            return _storing(pools[0].sharding)(*operands, pools=pools, block_ids=block_ids, **ways)
+            return storing(pools[0].sharding)(*operands, pools=pools, block_ids=block_ids, **ways)
 
         return write.lend(run)
 
@@ -423,7 +250,7 @@ class Runner:
         for begin in range(0, len(targets), rows):
             # The last piece of an odd chunk begins before its own rows.
             start = min(begin, size - rows)
-            scored = _score(
+            scored = score_rows(
                 self._graphdef,
                 self._state,
                 stream,
@@ -582,7 +409,7 @@ class Lanes:
     def _note(self, advanced: Advanced, which: np.ndarray) -> None:
         """The new tokens of these lanes count for penalties, and their log probabilities are kept."""
         if self._seen is not None:
-            self._seen = _count(self._seen, advanced.tokens, jnp.asarray(which))
+            self._seen = count_tokens(self._seen, advanced.tokens, jnp.asarray(which))
         wanted = [lane for lane, p in enumerate(self._params) if which[lane] and p.logprobs is not None]
         found = advanced.logprobs.to_host() if wanted else None
         for lane in wanted:

@@ -22,8 +22,9 @@ from sparda_jax.bench._prefill_parts import parts
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.cache import KVCache
 from sparda_jax.config import ModelConfig
-from sparda_jax.generate import PREFILL_CHUNKS, forward_and_sample
+from sparda_jax.generate import PREFILL_CHUNKS
 from sparda_jax.model import Decoder, abstract_decoder
+from sparda_jax.programs import forward_and_sample
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES

@@ -9,7 +9,8 @@ import pytest
 
 import sparda_jax.generate as generate
 from sparda_jax.config import ConfigError
-from sparda_jax.generate import GenerationStats, Lanes, Runner
+from sparda_jax.generate import Lanes, Runner
+from sparda_jax.generation_stats import GenerationStats, PhaseStats
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from tests import oracle
@@ -192,7 +193,7 @@ def test_stats_as_a_dictionary():
     assert found["mode"] == "sparda"
     assert found["decode"]["blocks_read"] == stats.decode.blocks_read
     assert found["prefill"]["read_fraction"] == stats.prefill.read_fraction
-    empty = generate.PhaseStats(tokens=0, blocks_read=[0, 0], blocks_visible=0)
+    empty = PhaseStats(tokens=0, blocks_read=[0, 0], blocks_visible=0)
     assert empty.read_fraction == 1
 
 

@@ -13,8 +13,9 @@ from sparda_jax.cache.parking import Parked
 from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError
 from sparda_jax.decode_plan import DecodePlan, Fetch
-from sparda_jax.generate import Runner, _advance
+from sparda_jax.generate import Runner
 from sparda_jax.lanes import DecodeLanes
+from sparda_jax.programs import advance
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from sparda_jax.streaming import min_streaming_slots
@@ -309,9 +310,9 @@ def test_prefill_goes_on_behind_a_prefix() -> None:
     lanes.enter(0, whole, first, params)
     shared = lanes.written_blocks(0)[:block_count]
     lanes.blocks.share(shared)
-    prefix, programs = lanes.prefix(shared, runner.capacity_for(len(prompt))), programs_of(_advance)
+    prefix, programs = lanes.prefix(shared, runner.capacity_for(len(prompt))), programs_of(advance)
     hit, token, begun, chunks = prefill(prefix=prefix)
-    assert programs_of(_advance) == programs
+    assert programs_of(advance) == programs
     assert (begun, token) == (block_count * BLOCK, first)
     assert chunks == all_chunks - 6
     assert hit.stats.prefill.tokens == len(prompt) - begun

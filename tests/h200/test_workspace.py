@@ -13,10 +13,11 @@ from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import empty_state
 from sparda_jax.decode_plan import Fetch
 from sparda_jax.forward import forward
-from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS, _score
+from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS
 from sparda_jax.lanes import step_and_sample
 from sparda_jax.logprobs import SCORED_TOKENS
 from sparda_jax.model import abstract_decoder
+from sparda_jax.programs import score_rows
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES
@@ -65,7 +66,7 @@ def test_scoring() -> None:
     graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
     stream = jax.ShapeDtypeStruct((1, PREFILL_CHUNKS["gpu"][-1], CONFIG.hidden_size), jnp.bfloat16)
     place, targets = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((SCORED_TOKENS,), jnp.int32)
-    score = functools.partial(_score, graphdef, rows=SCORED_TOKENS)
+    score = functools.partial(score_rows, graphdef, rows=SCORED_TOKENS)
     found = compile_for_h200(score, weights, stream, place, place, targets).memory_stats.temp_size_in_bytes
     assert found <= scoring_workspace(demand(32768)) <= 1.2 * found
 

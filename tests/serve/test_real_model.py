@@ -129,7 +129,7 @@ def test_after_the_warm_up_nothing_is_compiled(
     warm_ups.warm_up(executor, 0, Console(quiet=True))
     assert compiled == []
     warm_ups.warm_up(executor, 256, Console(quiet=True))
-    assert compiled.count("jit(_advance_and_store)") == len(programs(model.runner, 256)) == 2
+    assert compiled.count("jit(advance_and_store)") == len(programs(model.runner, 256)) == 2
     assert executor.blocks.num_free == executor.num_blocks
     assert executor.lanes.return_stats().sampled_steps == 1
     executor.note_cache()

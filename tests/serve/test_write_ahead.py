@@ -106,7 +106,7 @@ def test_a_chunk_that_fails_leaves_the_pool_or_ends_the_engine(
     """For want of memory, say, before it has taken the pool, or with the pool in its hands."""
     executor.blocks.forget()
     prompt, pools = ids(random.Random(5), 300), executor.lanes._pool._pools
-    storing = generate._storing
+    storing = generate.storing
 
     def failing(host: Any) -> Any:
         def program(*operands: Any, pools: Pools, **more: Any) -> Any:
@@ -118,7 +118,7 @@ def test_a_chunk_that_fails_leaves_the_pool_or_ends_the_engine(
 
     sequence = executor.start(prompt, ONE)
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "_storing", failing)
+        patch.setattr(generate, "storing", failing)
         # A pool of its own to lose.
         patch.setattr(executor.lanes._pool, "_pools", tuple(_copied(pool) for pool in pools) if launched else pools)
         with pytest.raises(FatalError if launched else RuntimeError, match="RESOURCE_EXHAUSTED"):
