@@ -25,7 +25,7 @@ from sparda_jax.config import ConfigError, ModelConfig, RopeConfig
 from sparda_jax.fit import gib
 from sparda_jax.machine import Bound, Limits
 from sparda_jax.selection import Mode
-from sparda_jax.serve import memory
+from sparda_jax.serve import launch, memory
 from sparda_jax.serve import report as reports
 from sparda_jax.serve.__main__ import app
 from sparda_jax.serve.launch import load
@@ -40,7 +40,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def refusal(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments))
+    # Setting up the log closes every handler of the process, and absl's closes the stream that pytest captures.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "configure", lambda *_, **__: None)
+        result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.split())
 
