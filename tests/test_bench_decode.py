@@ -1,6 +1,7 @@
 """The decode benchmark on a toy model: it measures steps that miss what it says, between floors that add up."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import typer
 
 from sparda_jax.bench import decode as bench
 from sparda_jax.bench._step_profile import ProfileError, read_profile
+from sparda_jax.config import SparseConfig
 from sparda_jax.decode_plan import Fetch
 from tests.core.support import toy
 
@@ -56,20 +58,70 @@ def test_dense_steps_miss_all_but_the_tail() -> None:
     assert found.resident is found.compared is found.settings()["exposed_wait_ms"] is None
 
 
-def test_lists_are_ascending_and_hold_the_forced_blocks() -> None:
-    config = toy("deep").config
-    sparse = toy("deep").decoder.config.sparse
+def window(sparse: SparseConfig, blocks: int, begin: int) -> set[int]:
+    """So many blocks from the one that is ``begin`` behind the first free one, which follows the last free one."""
+    free = [*range(sparse.init_blocks, blocks - 1 - sparse.local_blocks)]
+    width = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
+    return {free[(begin + place) % len(free)] for place in range(width)}
+
+
+@pytest.mark.parametrize("misses", [2, 9, 0.4])
+def test_lists_are_ascending_and_hold_the_forced_blocks_and_a_window(misses: float) -> None:
+    config = toy("deep").decoder.config
+    sparse = config.sparse
     blocks, start = 180, 179 * 64
-    choose = bench.lists_with(2, toy("deep").decoder.config, blocks, start)
+    choose = bench.lists_with(misses, config, blocks, start)
     width = sparse.num_selected_blocks
-    lists = np.asarray(choose(1, jnp.array([start + 3, start + 9]), jnp.zeros((2, 2, width + 1), jnp.int32)))
-    assert (lists[..., width] == -1).all()
-    assert (np.diff(lists[..., :width]) > 0).all()
     forced = {*range(sparse.init_blocks), *range(blocks - 1 - sparse.local_blocks, blocks)}
-    assert all(forced < set(row) for row in lists[..., :width].reshape(-1, width).tolist())
-    assert config["num_hidden_layers"] == 3
-    with pytest.raises(typer.BadParameter, match="--misses 9"):
-        bench.lists_with(9, toy("deep").decoder.config, blocks, start)
+    moved = []
+    for step in range(56):
+        position = jnp.array([start + step, start + max(step - 3, 0)])
+        lists = np.asarray(choose(1, position, jnp.zeros((2, 2, width + 1), jnp.int32)))
+        assert (lists[..., width] == -1).all()
+        assert (np.diff(lists[..., :width]) > 0).all()
+        for lane, head in np.ndindex(2, 2):
+            number = 89 + 37 * lane + 17 * head
+            moved.append(math.floor(max(step - 3 * lane, 0) * misses + number % 64 / 64))
+            assert {*lists[lane, head, :width].tolist()} == forced | window(sparse, blocks, number + moved[-1])
+    # Whole blocks are whole, and of parts not every list takes its own at the same step.
+    assert moved[-1] == pytest.approx(52 * misses, abs=1)
+
+
+def test_misses_that_the_slots_would_hold_are_refused() -> None:
+    config = toy("deep").decoder.config
+    sparse = config.sparse
+    span = 100 - 1 - sparse.local_blocks - sparse.init_blocks
+    case = dataclasses.replace(CASE, context=6400, misses=2, slots=span)
+    bench.check_misses(case, config)
+    bench.check_misses(dataclasses.replace(case, misses=1, slots=100), config)  # never comes back
+    for slots in (span + 1, 100):
+        with pytest.raises(typer.BadParameter, match=f"--misses 2: .* {slots} slots"):
+            bench.check_misses(dataclasses.replace(case, slots=slots), config)
+    bench.check_misses(dataclasses.replace(case, misses=None, slots=100), config)
+    with pytest.raises(typer.BadParameter, match="--misses 3: of a selection only 2 blocks are free"):
+        bench.check_misses(dataclasses.replace(case, misses=3), config)
+
+
+def test_cases_that_differ_in_slots_in_use_and_misses_share_a_program() -> None:
+    """In 56 steps of 2 blocks the window comes back; the case with few slots is measured in the room of the other."""
+    model = toy("deep").decoder
+    few = bench.Case(way="sparda", batch=2, context=64 * 100, misses=2)
+    slots = few.slots_per_lane(model.config)
+    room = slots + 20
+    program = bench.compile_step(model, dataclasses.replace(few, slots=room))
+    for case in (dataclasses.replace(few, room=room), dataclasses.replace(few, misses=1.25, slots=room)):
+        found = bench.measure(model, case, program=program)
+        assert found.misses == pytest.approx(case.misses, abs=0.01)
+        assert found.compiling == program.seconds
+
+
+@pytest.mark.slow
+def test_slots_that_there_is_only_room_for_hold_nothing() -> None:
+    model = toy("deep").decoder
+    natural = bench.Case(way="sparda", batch=2, context=64 * 100, misses=None)
+    room = natural.slots_per_lane(model.config) + 20
+    alone, roomy = (bench.measure(model, case).misses for case in (natural, dataclasses.replace(natural, room=room)))
+    assert alone == roomy > bench.measure(model, dataclasses.replace(natural, slots=room)).misses
 
 
 def test_floors_of_the_8b_shape() -> None:

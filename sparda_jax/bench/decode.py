@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
@@ -23,6 +23,7 @@ from sparda_jax.bench._step_profile import GRAPHS_IN_PROFILES
 from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
+from sparda_jax.decode import Choose
 from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
@@ -79,6 +80,8 @@ class Case:
         misses: blocks that a KV head of a layer lacks in a step; None: as many as it happens to. Dense
             misses all but the tail whatever this says.
         slots: of a lane; None: those that it must have and `SPARE_SLOTS`.
+        room: slots that the arrays have place for; None: no more than are used. A program belongs to this number and
+            not to `slots`, so cases that only differ in those can share one.
         pools: how many different pools the layers read, since making them takes about a second per GiB.
     """
 
@@ -87,6 +90,7 @@ class Case:
     context: int
     misses: float | None
     slots: int | None = None
+    room: int | None = None
     pools: int = 2
 
     @property
@@ -104,10 +108,27 @@ class Case:
         """Steps before the first run, and of a run."""
         return (STREAMED_STEPS, STREAMED_STEPS) if self.streams else (WARMUP, STEPS)
 
+    @property
+    def sets_misses(self) -> bool:
+        """Whether what is attended to is set, and not selected."""
+        return self.misses is not None and not self.streams
+
+    def slots_per_lane(self, config: ModelConfig) -> int:
+        """Slots of a lane that are used."""
+        return self.slots or self.plan.min_slots(config, self.blocks(config)) + SPARE_SLOTS
+
+    def blocks(self, config: ModelConfig) -> int:
+        """Blocks of a lane."""
+        return -(-self.context // config.sparse.block_size)
+
     def shape(self, config: ModelConfig) -> CacheShape:
-        blocks = -(-self.context // config.sparse.block_size)
-        slots = self.slots or self.plan.min_slots(config, blocks) + SPARE_SLOTS
-        return CacheShape(lanes=self.batch, max_blocks=blocks, num_blocks=self.batch * blocks, slots_per_lane=slots)
+        blocks = self.blocks(config)
+        return CacheShape(
+            lanes=self.batch,
+            max_blocks=blocks,
+            num_blocks=self.batch * blocks,
+            slots_per_lane=self.room or self.slots_per_lane(config),
+        )
 
 
 def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
@@ -128,21 +149,48 @@ def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     return hbm / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
 
 
-def lists_with(misses: float, config: ModelConfig, blocks: int, start: int) -> Any:
-    """The blocks of each step: the forced ones, and a window that moves on by ``misses`` blocks a token."""
+def check_misses(case: Case, config: ModelConfig) -> None:
+    """Refuses misses that can't be set.
+
+    Raises:
+        typer.BadParameter: they are more than the blocks that are free; or the window comes back to blocks that are
+            in the slots still.
+    """
+    sparse, blocks = config.sparse, case.blocks(config)
+    passed = (WARMUP + SAMPLES * STEPS + PROFILED_STEPS) * (case.misses or 0)
+    free = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
+    span = blocks - 1 - sparse.local_blocks - sparse.init_blocks
+    if case.sets_misses and (case.misses or 0) > free:
+        raise typer.BadParameter(f"--misses {case.misses:g}: of a selection only {free} blocks are free: give fewer.")
+    if case.sets_misses and span < min(free + passed, case.slots_per_lane(config)):
+        raise typer.BadParameter(
+            f"--misses {case.misses:g}: of {case.context} tokens too many blocks lie in {case.slots_per_lane(config)} "
+            "slots: give a longer --context, or fewer --slots."
+        )
+
+
+def lists_with(misses: Float[Array, ""] | float, config: ModelConfig, blocks: int, start: int) -> Choose:
+    """The blocks of each step: the forced ones, and a window that moves on by ``misses`` blocks a token.
+
+    Behind the last block it comes back at the first. Where it moves by parts of blocks, each layer, lane and head
+    has its own steps in which it does.
+    """
     sparse = config.sparse
     first, last = sparse.init_blocks, blocks - 1 - sparse.local_blocks
     free = sparse.num_selected_blocks - sparse.init_blocks - sparse.local_blocks - 1
-    tokens = WARMUP + SAMPLES * STEPS + PROFILED_STEPS
-    room = last - first - free - tokens * misses
-    if room < 1:
-        raise typer.BadParameter(f"--misses {misses}: {tokens} steps need a longer --context.")
+    span = last - first
 
     def choose(index: int, position: Int[Array, "batch"], blocks: Int[Array, "batch kv_heads width"]) -> Array:
         lane, head = jnp.arange(blocks.shape[0])[:, None, None], jnp.arange(blocks.shape[1])[:, None]
-        moved = (index * 89 + lane * 37 + head * 17) % room + (position[:, None, None] - start) * misses
+        number = index * 89 + lane * 37 + head * 17
+        phase = (number % 64).astype(jnp.float32) / 64
+        moved = jnp.floor((position[:, None, None] - start) * misses + phase).astype(jnp.int32)
+        begin = (number + moved) % span
+        beyond = jnp.maximum(begin + free - span, 0)
         place = jnp.arange(blocks.shape[2])
-        window = first + moved + place - sparse.init_blocks
+        window = place - sparse.init_blocks
+        # Ascending: what has come back is in front.
+        window = first + window + jnp.where(window < beyond, 0, begin - beyond)
         local = last + place - sparse.init_blocks - free
         chosen = jnp.where(place < sparse.init_blocks + free, window, local)
         chosen = jnp.where(place < sparse.init_blocks, place, chosen)
@@ -165,10 +213,19 @@ def full_state(config: ModelConfig, case: Case, dtype: jnp.dtype) -> DecodeState
         numbers = jax.random.normal(key, (1 << 20,), dtype)
         return numbers[jnp.arange(math.prod(size), dtype=jnp.uint32) % numbers.size].reshape(size)
 
+    # The layers after the first are alike.
+    empty = [
+        jax.jit(lambda layer=layer: empty_state(config, shape, dtype).layers[layer].residency)
+        for layer in range(min(2, config.num_layers))
+    ]
+    used = jnp.full(shape.lanes, case.slots_per_lane(config), jnp.int32)
+
     def filled(index: int, layer: LayerState) -> LayerState:
         """Made in place: with everything empty first, a device full of slots has no room left for their contents."""
         key = jax.random.key(index)
-        tables = jax.jit(lambda: empty_state(config, shape, dtype).layers[index].residency)()
+        tables = empty[min(index, 1)]()
+        if index:
+            tables = dataclasses.replace(tables, count=jnp.minimum(tables.count, used))
         layer = dataclasses.replace(layer, residency=None)
         layer = dataclasses.replace(jax.tree.map(lambda x: random(key, x.shape, x.dtype), layer), residency=tables)
         if shape.slots_of(index) < shape.max_blocks:
@@ -240,39 +297,80 @@ class Measured:
         return found
 
 
-def measure(model: Decoder, case: Case, *, profile: Path | None = None) -> Measured:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled step, and the seconds that compiling it took."""
+
+    step: Any
+    seconds: float
+
+
+def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares: bool = False) -> Program:
+    """Compiles the step of a case, which needs none of its arrays; how many blocks it misses is an argument.
+
+    Args:
+        model: the weights.
+        case: what is to be measured.
+        profiled: a profile is to show the kernels in its graph.
+        compares: as of `DecodePlan`.
+    """
+    config, dtype, shape = model.config, model.embed_tokens.dtype, case.shape(model.config)
+    plan = dataclasses.replace(case.plan, compares=compares)
+    channels = case.plan.mode.partial_channels(config)
+    state = jax.eval_shape(lambda: empty_state(config, shape, dtype, partial_channels=channels))
+    pool = jax.ShapeDtypeStruct(_pool_size(config, shape), dtype, sharding=_pinned())
+    ids = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
+    sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=0)] * case.batch))
+    graphdef, weights = nnx.split(model)
+    start = (shape.max_blocks - 1) * config.sparse.block_size
+
+    def step(weights, state, pools, tokens, new_blocks, sampling, misses):
+        choose = lists_with(misses, config, shape.max_blocks, start) if case.sets_misses else None
+        one = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
+        return one(weights, state, pools, tokens, new_blocks, sampling)
+
+    began = time.perf_counter()
+    lowered = jax.jit(step, donate_argnums=1).lower(
+        weights, state, (pool,) * config.num_layers, ids, ids, sampling, jax.ShapeDtypeStruct((), jnp.float32)
+    )
+    options = plan.compiler_options | ({GRAPHS_IN_PROFILES: True} if profiled else {})
+    compiled = lowered.compile(compiler_options=options)
+    return Program(step=compiled, seconds=time.perf_counter() - began)
+
+
+def _pool_size(config: ModelConfig, shape: CacheShape) -> tuple[int, int, int]:
+    return shape.num_blocks * config.num_kv_heads, 2 * config.sparse.block_size, config.head_dim
+
+
+def _pinned() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def measure(model: Decoder, case: Case, *, profile: Path | None = None, program: Program | None = None) -> Measured:
     """Times the steps of a case, with its misses and without any.
 
-    ``profile`` is a folder for a JAX profile of a few more steps with misses; writing one slows nothing else down.
+    Args:
+        model: the weights.
+        case: what is measured.
+        profile: a folder for a JAX profile of a few more steps with misses; writing one slows nothing else down.
+        program: of `compile_step`, for this case or one that differs in slots that it has room for, or in misses that
+            are set; None: it is compiled here.
     """
     config, dtype = model.config, model.embed_tokens.dtype
+    check_misses(case, config)
     shape = case.shape(config)
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    size = (shape.num_blocks * config.num_kv_heads, 2 * config.sparse.block_size, config.head_dim)
-    make = jax.jit(functools.partial(jnp.ones, size, dtype), out_shardings=host)
+    make = jax.jit(functools.partial(jnp.ones, _pool_size(config, shape), dtype), out_shardings=_pinned())
     few = [make() for _ in range(case.pools)]
     # Through HBM, so before the slots fill it.
     pools = tuple(few[index % len(few)] for index in range(config.num_layers))
     jax.block_until_ready(pools)
+    program = program or compile_step(model, case, profiled=profile is not None)
     state = full_state(config, case, dtype)
-    start = int(state.lengths[0])
-    misses = None if case.streams else case.misses
-    choose = None if misses is None else lists_with(misses, config, shape.max_blocks, start)
-    graphdef, weights = nnx.split(model)
+    _, weights = nnx.split(model)
     sampling = SamplingState.of([SamplingParams(seed=0)] * case.batch)
     none = jnp.full(case.batch, -1, jnp.int32)
-    tokens = jnp.zeros(case.batch, jnp.int32)
-    clock, steps_taken = HostClock(), 0
-
-    def compiled(plan: DecodePlan) -> Any:
-        step = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
-        lowered = jax.jit(step, donate_argnums=1).lower(weights, state, pools, tokens, none, sampling)
-        options = plan.compiler_options | ({GRAPHS_IN_PROFILES: True} if profile else {})
-        return lowered.compile(compiler_options=options)
-
-    began = time.perf_counter()
-    program = compiled(case.plan)
-    compiling = time.perf_counter() - began
+    tokens, misses = jnp.zeros(case.batch, jnp.int32), jnp.float32(case.misses or 0)
+    clock, steps_taken, launch = HostClock(), 0, program.step
 
     def run(steps: int, *, again: bool = False) -> float:
         """Seconds of a step; ``again``: all of them take the same token, so that nothing is missing but at first."""
@@ -285,7 +383,7 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None) -> Measu
             if again:
                 state, tokens = dataclasses.replace(state, lengths=lengths[step]), first
             clock.launching()
-            state, tokens, *_ = program(weights, state, pools, tokens, none, sampling)
+            state, tokens, *_ = launch(weights, state, pools, tokens, none, sampling, misses)
             clock.launched(tokens)
         jax.block_until_ready((tokens, state))
         seconds = (time.perf_counter() - began) / steps
@@ -314,14 +412,14 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None) -> Measu
         resident = statistics.median(run(steps, again=True) for _ in range(SAMPLES))
         if missed := stats().since(before).copied.sum():
             raise RuntimeError(f"{missed} records were copied in steps that were to miss nothing")
-    if choose is None and case.plan.mode is not Mode.DENSE:
-        before, program = stats(), compiled(dataclasses.replace(case.plan, compares=True))
+    if not case.sets_misses and case.plan.mode is not Mode.DENSE:
+        before, launch = stats(), compile_step(model, case, compares=True).step
         run(WARMUP)
         compared = stats().since(before)
     return Measured(
         seconds=seconds,
         resident=resident,
-        compiling=compiling,
+        compiling=program.seconds,
         stats=timed,
         compared=compared,
         kv_heads=config.num_kv_heads,
