@@ -35,8 +35,9 @@ def load(settings: Settings) -> Report:
     Raises:
         SettingsError, ConfigError, CheckpointError, TokenizerError: it can't be served; the message says why.
     """
-    if settings.mode is not None and settings.mode not in list(Mode):
-        raise SettingsError(f"--mode {settings.mode} is not known; use one of {', '.join(Mode)}")
+    served = [mode for mode in Mode if mode.in_lanes]
+    if settings.mode is not None and settings.mode not in served:
+        raise SettingsError(f"--mode {settings.mode} is not served; use one of {', '.join(served)}")
     sampling = SamplingDefaults.from_pretrained(settings.model)
     tokenizer = Tokenizer.from_pretrained(settings.model)
     weights = open_weights(settings.model, forecast=settings.forecast)

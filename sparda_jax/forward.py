@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparda_jax.cache import KVCache, LayerCache
 from sparda_jax.cache.chunk_store import OnLayer
@@ -157,9 +157,9 @@ def _attend(
         weight = cache.channel_weight + channel_importance(config, query, step.valid)
         cache = dataclasses.replace(cache, channel_weight=weight)
     blocks = cache.k.shape[2] // config.sparse.block_size
-    selects = step.mode is not Mode.DENSE and blocks > config.sparse.num_selected_blocks
+    selects = step.mode.selects(decode=step.decode) and blocks > config.sparse.num_selected_blocks
     if step.chunk is not None:
-        bits = step.chunk.select(*scored_with(step.mode, config, query), cache) if selects else None
+        bits = _select_bits(step, step.chunk, query, cache) if selects else None
         out = step.chunk.attend(projections.q, cache, bits)
         if bits is None:
             return out, cache, None, None
@@ -201,6 +201,15 @@ def _select(step: _Step, query: QueryContext, cache: LayerCache) -> _Ids:
         local_blocks=sparse.local_blocks,
         num_selected=sparse.num_selected_blocks,
     )
+
+
+def _select_bits(
+    step: _Step, chunk: Chunk, query: QueryContext, cache: LayerCache
+) -> UInt32[Array, "batch kv_heads q_len words"]:
+    if step.mode is Mode.STREAMING_LLM:
+        blocks = cache.k.shape[2] // step.config.sparse.block_size
+        return chunk.newest(step.query_block, blocks, step.config.num_kv_heads)
+    return chunk.select(*scored_with(step.mode, step.config, query), cache)
 
 
 def _block_list(

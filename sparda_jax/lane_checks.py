@@ -32,6 +32,12 @@ def check_lanes(
             f"mode={plan.mode.value} needs a Forecast, and this checkpoint carries none: add one with "
             "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
         )
+    if not plan.mode.in_lanes:
+        able = ", ".join(mode.value for mode in Mode if mode.in_lanes)
+        raise ConfigError(
+            f"mode={plan.mode.value} is there for comparisons with a contiguous cache only (`Runner`, `SparDA`, "
+            f"`python -m sparda_jax.eval`): decode lanes take {able}"
+        )
     if plan.mode is Mode.INFINIGEN and skew is None:
         raise ConfigError("mode=infinigen needs a calibrated basis (`calibrate`), and none was given")
     if sample_every is not None and sample_every < 2:

@@ -80,7 +80,7 @@ class SparDA:
 
         Args:
             path: the folder; the bundled model when left out.
-            mode: dense, sparse, sparda, sparda-decode-only, infinigen or random.
+            mode: dense, sparse, sparda, sparda-decode-only, infinigen, random, streaming-llm or quest.
             max_model_len: longest sequence in tokens, prompt and answer together; None: the model's own limit.
             dtype: of weights and activations; None: bfloat16 on a GPU, float32 on a CPU.
             forecast: a Forecast file for the sparda modes, in place of the checkpoint's own.

@@ -14,7 +14,7 @@ from sparda_jax.cache import LayerCache
 from sparda_jax.config import SparseConfig
 from sparda_jax.decode_plan import Backends
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.block_selection import Scorer, bits_to_ids, select_blocks_prefill
+from sparda_jax.pallas_kernels.block_selection import Scorer, bits_to_ids, mask_to_bits, select_blocks_prefill
 from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill
 from sparda_jax.selection import Mode
 
@@ -69,6 +69,17 @@ class Chunk:
         if self.choose is None:
             return bits
         return self.choose(self.start[:, None] + jnp.arange(queries.shape[1]), bits)
+
+    def newest(
+        self, query_block: Int[Array, "batch q_len"], blocks: int, kv_heads: int
+    ) -> UInt32[Array, "batch kv_heads q_len words"]:
+        """The first ``init_blocks`` of every token and the newest, together as many as it may select."""
+        ids, own = jnp.arange(blocks), query_block[..., None]
+        recent = self.config.num_selected_blocks - self.config.init_blocks
+        mask = (ids <= own) & ((ids < self.config.init_blocks) | (ids > own - recent))
+        mask &= jnp.arange(query_block.shape[1])[:, None] < self.num_new[:, None, None]
+        bits = mask_to_bits(mask)
+        return jnp.broadcast_to(bits[:, None], (bits.shape[0], kv_heads, *bits.shape[1:]))
 
     def attend(
         self,

@@ -31,6 +31,8 @@ class Mode(enum.StrEnum):
     SPARDA_DECODE_ONLY = "sparda-decode-only"  # the Forecast in decode, InfLLM-V2 in prefill
     INFINIGEN = "infinigen"  # this layer's queries of the previous layer's input, 32 skewed channels, in decode
     RANDOM = "random"  # a hash: the control that any method must beat
+    STREAMING_LLM = "streaming-llm"  # nothing: the first blocks and the newest, in prefill and decode
+    QUEST = "quest"  # a bound on each block's products with the layer's queries, in decode; prefill is dense
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
@@ -45,6 +47,15 @@ class Mode(enum.StrEnum):
     def looks_ahead(self) -> bool:
         """In decode a layer's blocks are scored with what the layer before computes before it attends."""
         return self.needs_forecast or self is Mode.INFINIGEN
+
+    @property
+    def in_lanes(self) -> bool:
+        """Whether decode lanes, and with them the server, have this mode; the others are for comparisons."""
+        return self not in (Mode.STREAMING_LLM, Mode.QUEST)
+
+    def selects(self, *, decode: bool) -> bool:
+        """Whether a long request attends to selected blocks only, in decode or in its prompt."""
+        return self is not Mode.DENSE and (decode or self is not Mode.QUEST)
 
     def partial_channels(self, config: ModelConfig) -> int:
         """Channels of the partial keys that a decode cache has to carry for this mode; 0: it needs none."""
@@ -96,6 +107,10 @@ def block_scores(
     """The score of every block under ``mode``; one that no visible window touches gets -inf or an unspecified value."""
     if mode is Mode.RANDOM:
         return random_scores(config, query.layer_index, query.positions, cache.k.shape[2] // config.sparse.block_size)
+    if mode is Mode.STREAMING_LLM:
+        return newest_scores(config, query.positions, cache.k.shape[2] // config.sparse.block_size)
+    if mode is Mode.QUEST:
+        return _quest_scores(config, query, cache)
     if mode is Mode.INFINIGEN and query.decode and query.layer_index > 0:
         return _infinigen_scores(config, query, cache)
     visible = visible_windows(query.positions, config)
@@ -136,6 +151,36 @@ def random_scores(
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
     return (mixed >> 8).astype(jnp.float32)
+
+
+def newest_scores(
+    config: ModelConfig, positions: Int[Array, "batch q_len"], blocks: int
+) -> Float[Array, "batch kv_heads q_len blocks"]:
+    """The later a block, the better (docs/semantics.md section 7.4)."""
+    ids = jnp.arange(blocks, dtype=jnp.float32)
+    return jnp.broadcast_to(ids, (positions.shape[0], config.num_kv_heads, positions.shape[1], blocks))
+
+
+def _quest_scores(
+    config: ModelConfig, query: QueryContext, cache: LayerCache
+) -> Float[Array, "batch kv_heads q_len blocks"]:
+    """``sum_h sum_c max(q_hc min_c, q_hc max_c)`` over each block's stored keys (docs/semantics.md section 7.5).
+
+    A positive channel of a query meets the block's largest key and a negative one the smallest, so that two products
+    with the summed positive and negative parts give the sum over the heads of a group.
+    """
+    batch, kv_heads, capacity, head_dim = cache.k.shape
+    block_size = config.sparse.block_size
+    k = cache.k.astype(jnp.float32).reshape(batch, kv_heads, capacity // block_size, block_size, head_dim)
+    rows = jnp.arange(capacity).reshape(-1, block_size, 1)
+    stored = rows <= query.positions[:, -1, None, None, None, None]
+    smallest = jnp.min(jnp.where(stored, k, jnp.inf), axis=3)
+    largest = jnp.max(jnp.where(stored, k, -jnp.inf), axis=3)
+    empty = jnp.isinf(smallest)
+    smallest, largest = (jnp.where(empty, 0.0, bound) for bound in (smallest, largest))
+    q = query.grouped_q(config).astype(jnp.float32)
+    upper, lower = (jnp.sum(part, axis=3) for part in (jnp.maximum(q, 0), jnp.minimum(q, 0)))
+    return _highest("bqhd,bhnd->bhqn", upper, largest) + _highest("bqhd,bhnd->bhqn", lower, smallest)
 
 
 def _infinigen_scores(

@@ -25,7 +25,7 @@ from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 # InfiniGen's sequences share no blocks.
-_MODES = [mode.value for mode in Mode if mode is not Mode.INFINIGEN]
+_MODES = [mode.value for mode in Mode if mode.in_lanes and mode is not Mode.INFINIGEN]
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 

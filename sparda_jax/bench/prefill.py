@@ -31,7 +31,7 @@ from sparda_jax.shapes import SHAPES
 
 console = Console(soft_wrap=True)
 # InfiniGen has a selection of its own in decode only.
-_MODES = [mode.value for mode in Mode if mode is not Mode.INFINIGEN]
+_MODES = [mode.value for mode in Mode if mode.in_lanes and mode is not Mode.INFINIGEN]
 TARGET = {(Mode.SPARDA, 131072): 22_000}
 """Tokens per second of one sequence or a batch; the paper has 17,087 for 4 sequences on an H100."""
 METHOD = (

@@ -27,8 +27,13 @@ from tests.core.support import (
     whole,
 )
 
-_REPEATED = (Mode.SPARDA_DECODE_ONLY, Mode.INFINIGEN, Mode.RANDOM)
-SOME_MODES = [pytest.param(mode, marks=pytest.mark.slow) if mode in _REPEATED else mode for mode in ALL_MODES]
+_REPEATED = (Mode.SPARDA_DECODE_ONLY, Mode.INFINIGEN, Mode.RANDOM, Mode.STREAMING_LLM)
+# Quest selects in decode only, see tests/eval/test_modes.py.
+SOME_MODES = [
+    pytest.param(mode, marks=pytest.mark.slow) if mode in _REPEATED else mode
+    for mode in ALL_MODES
+    if mode is not Mode.QUEST
+]
 # Three neighbours: one selects among 11 blocks, one among 7, one reads its single block.
 LENGTHS, SEEDS = (650, 391, 40), (5, 6, 7)
 STEPS = 12

@@ -40,7 +40,10 @@ def prefilled(
     return [join(lane) for lane in zip(*outputs, strict=True)]
 
 
-@pytest.mark.parametrize("mode", [pytest.param(Mode.SPARSE, marks=pytest.mark.slow), Mode.SPARDA])
+_SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in (Mode.SPARSE, Mode.STREAMING_LLM)]
+
+
+@pytest.mark.parametrize("mode", [*_SLOW_MODES, Mode.SPARDA])
 def test_same_blocks_and_logits(mode: Mode) -> None:
     for lane, found in enumerate(prefilled(mode, FLOAT32)):
         expected = whole(mode, LENGTHS[lane], SEEDS[lane])
