@@ -1,11 +1,11 @@
 """Recall of a trained model on held-out prompts, in several selection modes."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from sparda_jax.checkpoint import load_model
+from sparda_jax.eval.statistics import wilson
 from sparda_jax.library import SparDA
 from sparda_jax.pretrain.tasks import EvalPrompt
 from sparda_jax.selection import Mode
@@ -14,7 +14,6 @@ from sparda_jax.tokenizer import Tokenizer
 # Prompts that go through the model together.
 EVAL_BATCH = 25
 EVAL_NEW_TOKENS = 96
-_Z = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,7 @@ class RecallResult:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the recall, which stays sensible at 0 and 1."""
-        share = 1 / (1 + _Z**2 / self.prompts)
-        centre = share * (self.recall + _Z**2 / (2 * self.prompts))
-        half = share * _Z * math.sqrt((self.recall * (1 - self.recall) + _Z**2 / (4 * self.prompts)) / self.prompts)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        return wilson(self.recall, self.prompts)
 
 
 def evaluate_recall(model: SparDA, kind: str, length: int, prompts: Sequence[EvalPrompt]) -> RecallResult:

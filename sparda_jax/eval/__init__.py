@@ -1,0 +1,1 @@
+"""Does selection find what matters? RULER, needles, LongBench and HELMET against a checkpoint or a server."""
