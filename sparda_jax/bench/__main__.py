@@ -6,6 +6,7 @@ import typer
 
 from sparda_jax.bench.decode import decode
 from sparda_jax.bench.kernels import kernels
+from sparda_jax.bench.map import map_
 from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
 from sparda_jax.bench.prefill import prefill
@@ -21,6 +22,7 @@ def main() -> None:
 
 app.command()(kernels)
 app.command()(decode)
+app.command("map")(map_)
 app.command()(prefill)
 app.command()(overlap)
 app.command()(plot)

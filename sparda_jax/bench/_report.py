@@ -103,19 +103,34 @@ def write_json(
         device: if left out, JAX is asked, which takes most of a GPU's memory for this process.
         details: further entries of the file.
     """
-    record = {
+    record = (
+        header(what=what, method=method, program="bench", commit=commit, device=device)
+        | {
+            "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
+        }
+        | dict(details or {})
+    )
+    write_whole(file, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def header(*, what: str, method: str, program: str, commit: str | None, device: str | None = None) -> dict[str, Any]:
+    """What a result file begins with; arguments as of `write_json`, ``program`` is the command of the package."""
+    return {
         "what": what,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": f"python -m sparda_jax.bench {shlex.join(sys.argv[1:])}",
+        "command": f"python -m sparda_jax.{program} {shlex.join(sys.argv[1:])}",
         "commit": commit or _commit(),
         "machine": _machine(device),
         "versions": _versions(),
         "method": method,
-        "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows],
-    } | dict(details or {})
+    }
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file that is whole at any time; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.tmp-{os.getpid()}")
-    unfinished.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)
 
 

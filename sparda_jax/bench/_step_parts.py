@@ -123,19 +123,24 @@ def picture(steps: Sequence[Sequence[Event]], first: int | None = None, last: in
         last = min(first + 2, count - 1)
     if not 0 <= first <= last < count:
         raise ProfileError(f"layers {first} to {last}: the profile has 0 to {count - 1}, and one more without an end.")
-    fetching = [length(_spans(event for event in step if event.kind is Kind.FETCH)) for step in steps]
-    chosen = [index for index, time in enumerate(fetching) if time >= max(fetching) / 2]
+    chosen = typical(steps)
     drawn = {index: layers_of(steps[index])[first : last + 1] for index in chosen}
     times = {index: layers[-1].end - layers[0].start for index, layers in drawn.items()}
-    typical = next(index for index in chosen if times[index] == statistics.median_low(times.values()))
+    one = next(index for index in chosen if times[index] == statistics.median_low(times.values()))
     begun = [steps[index][0].start for index in chosen]
     periods = [after - before for before, after in itertools.pairwise(begun)]
-    return _take_apart(steps[typical], drawn[typical], statistics.median(periods) if periods else None)
+    return _take_apart(steps[one], drawn[one], statistics.median(periods) if periods else None)
 
 
-def _take_apart(step: Sequence[Event], layers: tuple[Layer, ...], period: float | None) -> Picture:
-    begin, end = layers[0].start, layers[-1].end
-    computing = union(_spans(event for event in step if event.kind is not Kind.FETCH))
+def typical(steps: Sequence[Sequence[Event]]) -> list[int]:
+    """The steps that fetch for at least half as long as the one that does longest; all of them if none fetches."""
+    fetching = [length(spans(event for event in step if event.kind is Kind.FETCH)) for step in steps]
+    return [index for index, time in enumerate(fetching) if time >= max(fetching) / 2]
+
+
+def pauses(step: Sequence[Event]) -> tuple[list[Span], list[Span]]:
+    """Where no kernel of a step computes: since a fetch is not there yet, and for another reason."""
+    computing = union(spans(event for event in step if event.kind is not Kind.FETCH))
     fetches = [event for event in step if event.kind is Kind.FETCH]
     waits, idle = [], []
     for (_, stop), (following, _) in itertools.pairwise(computing):
@@ -143,6 +148,12 @@ def _take_apart(step: Sequence[Event], layers: tuple[Layer, ...], period: float 
         since = max(stop, min((fetch.start for fetch in waited), default=following))
         idle.append((stop, since))
         waits.append((since, following))
+    return waits, idle
+
+
+def _take_apart(step: Sequence[Event], layers: tuple[Layer, ...], period: float | None) -> Picture:
+    begin, end = layers[0].start, layers[-1].end
+    waits, idle = pauses(step)
     return Picture(
         layers=layers,
         parts=tuple(_parts(step, begin, end)),
@@ -184,5 +195,6 @@ def _parts(step: Sequence[Event], begin: float, end: float) -> Iterable[Part]:
             yield Part(kind=event.kind, start=start, end=stop, label=labels.get(event, ""), row=row)
 
 
-def _spans(events: Iterable[Event]) -> list[Span]:
+def spans(events: Iterable[Event]) -> list[Span]:
+    """From start to end of each."""
     return [(event.start, event.end) for event in events]

@@ -131,12 +131,16 @@ class Case:
         )
 
 
+def weights_floor(config: ModelConfig) -> float:
+    """Seconds that reading a step's weights from HBM takes at least."""
+    heads = config.num_heads + 3 * config.num_kv_heads
+    per_layer = config.hidden_size * ((heads + config.num_heads) * config.head_dim + 3 * config.intermediate_size)
+    return 2 * (config.num_layers * per_layer + config.vocab_size * config.hidden_size) / HBM_BYTES_PER_SECOND
+
+
 def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     """Seconds that a step takes at least: for reading HBM (weights, compressed keys, records), and for the copies."""
     sparse, layers = config.sparse, config.num_layers
-    heads = config.num_heads + 3 * config.num_kv_heads
-    per_layer = config.hidden_size * ((heads + config.num_heads) * config.head_dim + 3 * config.intermediate_size)
-    weights = 2 * (layers * per_layer + config.vocab_size * config.hidden_size)
     record = 2 * 2 * sparse.block_size * config.head_dim
     channels = case.plan.mode.partial_channels(config)
     # InfiniGen scores some channels of every key, the others all channels of every compressed key.
@@ -144,9 +148,9 @@ def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     per_head = sparse.num_selected_blocks * record + keys
     if case.plan.mode is Mode.DENSE:
         per_head = -(-case.context // sparse.block_size) * record
-    hbm = weights + layers * case.batch * config.num_kv_heads * per_head
+    cache = layers * case.batch * config.num_kv_heads * per_head
     copied = (layers - 1) * case.batch * config.num_kv_heads * (case.misses or 0) * record
-    return hbm / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
+    return weights_floor(config) + cache / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
 
 
 def check_misses(case: Case, config: ModelConfig) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sparda_jax.bench._map_plot import MAP, draw_map
+
 # What tells rows of one name apart at a glance; other settings are in the file.
 _SHOWN = ("batch", "misses", "length", "context", "end", "overlap", "rate", "percentile")
 _PICTURES = (".png", ".svg")
@@ -13,19 +15,39 @@ _MARKS = {"floor": ("|", "black"), "reference": ("x", "C3"), "target": ("D", "C2
 
 
 def plot(
-    results: Annotated[Path, typer.Argument(help="A file that a benchmark wrote with --json.")],
+    results: Annotated[list[Path], typer.Argument(help="Files that one benchmark wrote with --json.")],
     picture: Annotated[Path, typer.Argument(help="Where the picture goes: .png or .svg.")],
 ) -> None:
-    """Draw a result file: a bar for each row; marks for the hardware's bound, the published code, the target."""
+    """Draw results: a bar for each row, or for `map` lines; marks for floors, the published code, the target."""
     check_picture(picture)
-    try:
-        record = json.loads(results.read_text(encoding="utf-8"))
-        rows = [row for row in record["rows"] if row["value"] is not None]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{results} is no result file of a benchmark: {error}") from None
+    records = [_read(file) for file in results]
+    rows = [row for record in records for row in record["rows"] if row["value"] is not None]
     if not rows:
-        raise typer.BadParameter(f"{results} has no measured row.")
+        raise typer.BadParameter(f"{', '.join(map(str, results))}: there is no measured row.")
     drawing = figure()
+    if {record.get("picture") for record in records} == {MAP}:
+        draw_map(drawing, rows)
+    else:
+        _bars(drawing, rows)
+    machines = dict.fromkeys(
+        f"{record['machine']['device']}, jax {record['versions'].get('jax')}, {record['date']}" for record in records
+    )
+    drawing.suptitle(f"{records[0]['what']}: {'; '.join(machines)}", fontsize=10)
+    save(drawing, picture)
+    typer.echo(f"{picture}: {len(rows)} rows")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        _ = [row["value"] for row in record["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{file} is no result file of a benchmark: {error}") from None
+    return record
+
+
+def _bars(drawing: Any, rows: list[dict[str, Any]]) -> None:
+    """A panel for each unit."""
     units = sorted({row["unit"] for row in rows})
     panels = drawing.subplots(
         len(units), 1, squeeze=False, height_ratios=[sum(row["unit"] == unit for row in rows) + 1 for unit in units]
@@ -39,10 +61,6 @@ def plot(
         marks |= dict(zip(names, handles, strict=True))
     if marks:
         drawing.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), fontsize=8)
-    device, jax_version = record["machine"]["device"], record["versions"].get("jax")
-    drawing.suptitle(f"{record['what']}: {device}, jax {jax_version}, {record['date']}", fontsize=10)
-    save(drawing, picture)
-    typer.echo(f"{picture}: {len(rows)} rows")
 
 
 def check_picture(picture: Path | None) -> None:
