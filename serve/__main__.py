@@ -107,7 +107,7 @@ def main(
         str | None,
         typer.Option(
             envvar="SPARDA_API_KEY",
-            help="Token that /v1, /tokenize and /detokenize ask for; open if left out. Better set in the environment: "
+            help="Token that /v1, /tokenize, /detokenize and profiles ask for; open if left out. Better set in the environment: "
             "a command line can be read by every user of the machine.",
         ),
     ] = None,
@@ -119,6 +119,14 @@ def main(
     upload_seconds: Annotated[
         float, typer.Option(help="A request body that takes longer to arrive is refused with 408.")
     ] = 60.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for JAX profiles, which POST /start_profile begins and /stop_profile ends; without it there "
+            "are no such paths."
+        ),
+    ] = None,
+    profile_seconds: Annotated[float, typer.Option(help="A profile that takes longer ends by itself.")] = 10.0,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's; /health and /metrics."""
     # Only now, so that --help does not wait for JAX.
@@ -160,6 +168,8 @@ def main(
             cors_origins=tuple(cors_origin or ()),
             max_body_mib=max_body_mib,
             upload_seconds=upload_seconds,
+            profile=profile,
+            profile_seconds=profile_seconds,
             **chosen,
         )
         serve(settings, start_console(log_format))

@@ -14,7 +14,7 @@ from sparda_jax.serve.logs import AccessLog
 from sparda_jax.serve.request_id import HEADER, RequestIds
 
 # Paths that need the key, and all below them; probes, metrics and the version need none.
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/start_profile", "/stop_profile")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 import sparda_jax
+from sparda_jax.profiling import ProfileLostError, Profiler, ProfilingError
 from sparda_jax.serve import protocol
 from sparda_jax.serve.access import OPEN, Access, install
 from sparda_jax.serve.body import read_body
@@ -31,6 +34,7 @@ def create_app(
     info: ServerInfo,
     access: Access = OPEN,
     placement: Placement | None = None,
+    profiler: Profiler | None = None,
 ) -> FastAPI:
     """The application. The caller starts and closes the engine.
 
@@ -40,6 +44,7 @@ def create_app(
         info: names, limits and defaults.
         access: who may ask, and how much.
         placement: where keys and values lie, for the page.
+        profiler: what starts and stops profiles; None: the application has no such paths.
     """
     app = FastAPI(title="sparda-jax", version=sparda_jax.__version__)
     metrics = Metrics(engine)
@@ -144,11 +149,36 @@ def create_app(
         """The same numbers as JSON, with what the server is."""
         return JSONResponse(await stats.read())
 
+    if profiler is not None:
+        _add_profiles(app, profiler)
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
 
     return app
+
+
+def _add_profiles(app: FastAPI, profiler: Profiler) -> None:
+    """vLLM's two paths. Starting and writing take a while, so the loop goes on beside them."""
+
+    async def answer(action: Callable[[], Path]) -> dict[str, Any]:
+        try:
+            path = await run_in_threadpool(action)
+        except ProfilingError as error:
+            status = 500 if isinstance(error, ProfileLostError) else 409
+            raise ApiError(status, str(error), code="profile") from error
+        return {"profile": str(path), "max_seconds": profiler.max_seconds}
+
+    @app.post("/start_profile")
+    async def start_profile() -> dict[str, Any]:
+        """Begins a JAX profile, in a folder that the answer names; 409 while one is running. With `--profile` only."""
+        return await answer(profiler.start)
+
+    @app.post("/stop_profile")
+    async def stop_profile() -> dict[str, Any]:
+        """Ends the profile and answers when it is written; 409 if none is running. With `--profile` only."""
+        return await answer(profiler.stop)
 
 
 def _body_schema(kind: type[protocol.Request], model: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from sparda_jax.checkpoint import open_weights
 from sparda_jax.library import SparDA
 from sparda_jax.model import abstract_decoder
+from sparda_jax.profiling import Profiler
 from sparda_jax.selection import Mode
 from sparda_jax.serve.access import Access
 from sparda_jax.serve.api import ServerInfo, create_app
@@ -158,7 +159,12 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
     placement = Placement(
         device=report.device.device_kind, slots_per_lane=shape.slots_per_lane, blocks_per_lane=shape.max_blocks
     )
-    server = Server(create_app(engine, report.tokenizer, info, access, placement), engine, settings)
+    profiler = None
+    if settings.profile is not None:
+        profiler = Profiler(settings.profile, max_seconds=settings.profile_seconds)
+    server = Server(create_app(engine, report.tokenizer, info, access, placement, profiler), engine, settings)
     engine.start()
     server.run_until_signal(listener)
+    if profiler is not None:
+        profiler.close()
     leave(1 if failures else 0, engine)

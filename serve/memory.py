@@ -122,6 +122,7 @@ def make_executor(runner: Runner, plan: MemoryPlan, limits: Limits, settings: Se
         copies=None if settings.copy_ctas is None else CopySettings(ctas=settings.copy_ctas),
         skew=runner.skew,
         sample_every=_sample_every(runner, settings),
+        profiled=settings.profile is not None,
         blocks=blocks,
     )
     return Executor(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,8 @@ class Settings:
         park_after: tokens after which a request gives up its lane if another one waits for it.
         api_key: what clients must send; None: nothing.
         cors_origins: web pages whose scripts may ask, or ``*``.
+        profile: where profiles go; None: there are none.
+        profile_seconds: how long one may take.
         warm_up_len: buckets up to this many tokens are compiled before the server is ready; None: all.
     """
 
@@ -70,6 +73,8 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     max_body_mib: int = 32
     upload_seconds: float = 60.0
+    profile: Path | None = None
+    profile_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         rules = (
@@ -131,6 +136,12 @@ class Settings:
                 "a finite number above 0",
             ),
             (
+                "--profile-seconds",
+                self.profile_seconds,
+                _is_duration(self.profile_seconds) and self.profile_seconds > 0,
+                "a finite number above 0",
+            ),
+            (
                 "--api-key",
                 "(not shown)",
                 self.api_key is None or re.fullmatch(r"[!-~]+", self.api_key),
@@ -162,6 +173,15 @@ class Settings:
                 wanted = "the folder of a checkpoint" if option == "--model" else "a Forecast file"
                 found = "is not one" if path is not None and path.exists() else "does not exist"
                 raise SettingsError(f"{option} {path} {found}; give {wanted}")
+
+        if self.profile is not None:
+            try:
+                self.profile.mkdir(parents=True, exist_ok=True)
+                writable = os.access(self.profile, os.W_OK | os.X_OK)
+            except OSError:
+                writable = False
+            if not writable:
+                raise SettingsError(f"--profile {self.profile} can't be written; give a folder that can")
 
     @property
     def served_name(self) -> str:

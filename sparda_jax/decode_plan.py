@@ -14,6 +14,9 @@ GPU_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": False,
 }
 
+GRAPHS_IN_PROFILES = "xla_enable_command_buffers_during_profiling"
+"""XLA's option (of a compilation, or in ``XLA_FLAGS``) without which a program runs kernel by kernel once profiled."""
+
 
 class Fetch(enum.StrEnum):
     """When the records that a layer lacks are fetched."""
@@ -43,6 +46,7 @@ class DecodePlan:
         mode: what scores the blocks.
         fetch: when missing records are fetched.
         max_len: longest sequence to be served, for the choice of RoPE factors.
+        profiled: the step is one CUDA graph under a profiler, too, and a profile shows the kernels in it.
         backends: of the kernels.
         copies: of the kernel that fetches (`calibrate.calibrate_copies` finds them).
         compares: also select with each layer's own query, and count what of it the step attends to and copies.
@@ -52,6 +56,7 @@ class DecodePlan:
     fetch: Fetch
     max_len: int | None = None
     compares: bool = False
+    profiled: bool = False
     backends: Backends = dataclasses.field(default_factory=Backends)
     copies: CopySettings = dataclasses.field(default_factory=CopySettings)
 
@@ -71,7 +76,8 @@ class DecodePlan:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """XLA's options for the step's program."""
-        return GPU_OPTIONS | (STREAM_OPTIONS if self.fetch is Fetch.STREAM else {})
+        options = GPU_OPTIONS | (STREAM_OPTIONS if self.fetch is Fetch.STREAM else {})
+        return options | ({GRAPHS_IN_PROFILES: True} if self.profiled else {})
 
     def streams(self, layer: int) -> bool:
         """Whether a layer's records come as a whole; layer 0 lies in its slots."""

@@ -62,6 +62,7 @@ def planned_lanes(
     copies: CopySettings | None = None,
     skew: Skew | None = None,
     sample_every: int | None = None,
+    profiled: bool = False,
     blocks: BlockAllocator | None = None,
 ) -> DecodeLanes:
     """Makes lanes that fit this machine; checks that before it allocates anything.
@@ -76,6 +77,7 @@ def planned_lanes(
         copies: settings of the kernel that fetches; None: the fastest, by a short calibration where lanes fetch at all.
         skew: InfiniGen's calibrated basis.
         sample_every, blocks: as of `DecodeLanes`.
+        profiled: as of `DecodePlan`.
 
     Raises:
         ConfigError: it does not fit: a sentence for each memory that is too small, with the bytes and the flags that
@@ -101,5 +103,5 @@ def planned_lanes(
         copies.ctas or "the kernel's own",
         how,
     )
-    plan = dataclasses.replace(plan, copies=copies)
+    plan = dataclasses.replace(plan, copies=copies, profiled=profiled)
     return DecodeLanes(model, shape, plan, skew, sample_every=sample_every, blocks=blocks)

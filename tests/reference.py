@@ -17,6 +17,7 @@ import typer
 from sparda_jax.bench.serve import serve as bench_serve
 from sparda_jax.convert import convert
 from sparda_jax.plan import plan
+from sparda_jax.profiling import Profiler
 from sparda_jax.serve import protocol
 from sparda_jax.serve.__main__ import main as serve
 from sparda_jax.serve.access import GUARDED
@@ -50,7 +51,10 @@ def options(command: str) -> set[str]:
 def openapi() -> dict[str, Any]:
     """The schema of a server whose model is called m."""
     engine = Engine(FakeRunner(), eos_token_ids=[])
-    return create_app(engine, TOKENIZER, ServerInfo(model="m", mode="sparse", vocab_size=9)).openapi()
+    profiler = Profiler(Path(), max_seconds=1)
+    return create_app(
+        engine, TOKENIZER, ServerInfo(model="m", mode="sparse", vocab_size=9), profiler=profiler
+    ).openapi()
 
 
 def _commands() -> Iterator[str]:

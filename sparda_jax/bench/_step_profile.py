@@ -10,8 +10,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-GRAPHS_IN_PROFILES = "xla_enable_command_buffers_during_profiling"
-"""XLA's option (of a compilation, or in ``XLA_FLAGS``) without which a program runs kernel by kernel once profiled."""
+from sparda_jax.decode_plan import GRAPHS_IN_PROFILES
 
 
 class ProfileError(ValueError):
@@ -102,8 +101,10 @@ def decode_steps(data: Any, path: Path) -> Profile:
         ProfileError: none is in it.
     """
     devices = [plane for plane in data.planes if plane.name.startswith("/device:GPU:")]
+    devices = [plane for plane in devices if any(True for line in plane.lines for _ in line.events)]
     if len(devices) != 1:
-        raise ProfileError(f"{path} shows {len(devices)} GPUs: profile a decode step on one.")
+        hint = " (a CPU's profile has no lanes of a GPU)" if not devices else ""
+        raise ProfileError(f"{path} shows {len(devices)} GPUs at work{hint}: profile a decode step on one.")
     launches: defaultdict[object, list[Event]] = defaultdict(list)
     with warnings.catch_warnings():
         # jaxlib's type of statistics names no module, which Python 3.12 and later tell once.
@@ -118,8 +119,8 @@ def decode_steps(data: Any, path: Path) -> Profile:
     steps = [step for step in steps if {Kind.ATTENTION, Kind.PRODUCT, Kind.APPEND} <= {event.kind for event in step}]
     if not steps:
         raise ProfileError(
-            f"{path} shows no decode step that is one CUDA graph: write it with `bench decode --profile`, or with "
-            f"XLA_FLAGS=--{GRAPHS_IN_PROFILES}=true."
+            f"{path} shows no decode step that is one CUDA graph: write it with `bench decode --profile`, a server's "
+            f"--profile while it decodes, or XLA_FLAGS=--{GRAPHS_IN_PROFILES}=true."
         )
     return Profile(
         made_on=f"{about.get('gpu_device_name', 'GPU')}, jax {about.get('jax_version', 'unknown')}",

@@ -19,7 +19,6 @@ from rich.console import Console
 from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYTES_PER_SECOND
 from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, slots_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
-from sparda_jax.bench._step_profile import GRAPHS_IN_PROFILES
 from sparda_jax.budget import Demand
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
@@ -29,6 +28,7 @@ from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.machine import read_limits
 from sparda_jax.model import Decoder
+from sparda_jax.profiling import profile_options
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
 from sparda_jax.shapes import SHAPES
@@ -319,7 +319,7 @@ def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares
         compares: as of `DecodePlan`.
     """
     config, dtype, shape = model.config, model.embed_tokens.dtype, case.shape(model.config)
-    plan = dataclasses.replace(case.plan, compares=compares)
+    plan = dataclasses.replace(case.plan, compares=compares, profiled=profiled)
     channels = case.plan.mode.partial_channels(config)
     state = jax.eval_shape(lambda: empty_state(config, shape, dtype, partial_channels=channels))
     pool = jax.ShapeDtypeStruct(_pool_size(config, shape), dtype, sharding=_pinned())
@@ -337,8 +337,7 @@ def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares
     lowered = jax.jit(step, donate_argnums=1).lower(
         weights, state, (pool,) * config.num_layers, ids, ids, sampling, jax.ShapeDtypeStruct((), jnp.float32)
     )
-    options = plan.compiler_options | ({GRAPHS_IN_PROFILES: True} if profiled else {})
-    compiled = lowered.compile(compiler_options=options)
+    compiled = lowered.compile(compiler_options=plan.compiler_options)
     return Program(step=compiled, seconds=time.perf_counter() - began)
 
 
@@ -407,7 +406,7 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None, program:
     seconds = statistics.median(run(steps) for _ in range(SAMPLES))
     timed = stats().since(before)
     if profile:
-        with jax.profiler.trace(profile, profiler_options=_small_profile()):
+        with jax.profiler.trace(profile, profiler_options=profile_options()):
             run(PROFILED_STEPS)
     resident, compared = None, None
     if not case.streams:
@@ -428,13 +427,6 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None, program:
         compared=compared,
         kv_heads=config.num_kv_heads,
     )
-
-
-def _small_profile() -> jax.profiler.ProfileOptions:
-    """Of the device, and of JAX on the host; without Python's calls, which would be most of the file."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level, options.host_tracer_level = 0, 1
-    return options
 
 
 def _slots(text: str, config: ModelConfig, case: Case) -> int | None:

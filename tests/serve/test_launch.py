@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jax.profiler import ProfileData
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -83,6 +84,8 @@ def refusal(*arguments: str) -> str:
         (["--max-body-mib", "0"], "--max-body-mib 0 is not allowed: it must be at least 1"),
         (["--upload-seconds", "0"], "--upload-seconds 0.0 is not allowed: it must be a finite number above 0"),
         (["--request-seconds", "0"], "--request-seconds 0.0 is not allowed"),
+        (["--profile", __file__], f"--profile {__file__} can't be written; give a folder that can"),
+        (["--profile-seconds", "inf"], "--profile-seconds inf is not allowed: it must be a finite number above 0"),
     ],
 )
 def test_bad_options_end_in_one_sentence(checkpoint: Path, arguments: list[str], message: str) -> None:
@@ -260,8 +263,9 @@ def test_what_is_advised_against_a_pool_too_large_helps(checkpoint: Path, monkey
 
 
 @pytest.fixture
-def process(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
+def process(checkpoint: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     arguments = ["--model", str(checkpoint), "--port", "0", "--max-model-len", "512", "--model-name", "small"]
+    arguments += ["--profile", str(tmp_path / "profiles"), "--profile-seconds", "500"]
     running = subprocess.Popen(
         [sys.executable, "-m", "sparda_jax.serve", *arguments],
         cwd=ROOT,
@@ -275,7 +279,7 @@ def process(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
     running.communicate()
 
 
-def test_from_start_to_sigterm(process: subprocess.Popen[str]) -> None:
+def test_from_start_to_sigterm(process: subprocess.Popen[str], tmp_path: Path) -> None:
     assert process.stdout is not None
     printed: list[str] = []
     reader = threading.Thread(target=lambda: printed.extend(process.stdout or []))
@@ -296,8 +300,17 @@ def test_from_start_to_sigterm(process: subprocess.Popen[str]) -> None:
     with httpx.stream("POST", f"{url[1]}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
+        profiles = [httpx.post(f"{url[1]}/{action}_profile", timeout=60) for action in ("start", "stop", "start")]
+        assert [answer.status_code for answer in profiles] == [200, 200, 200]
         process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"  # what was in flight is finished
     assert process.wait(60) == 0
     reader.join(10)
     assert "Traceback" not in "".join(printed)
+    first, same, last = (Path(answer.json()["profile"]) for answer in profiles)
+    assert first == same != last
+    assert {*(tmp_path / "profiles").iterdir()} == {first, last}
+    # The one that was running is written at the end.
+    for folder in (first, last):
+        (written,) = folder.rglob("*.xplane.pb")
+        assert "/host:CPU" in {plane.name for plane in ProfileData.from_file(str(written)).planes}
