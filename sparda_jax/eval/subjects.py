@@ -1,0 +1,205 @@
+"""What is asked: a checkpoint in one mode, or a server with an OpenAI API."""
+
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparda_jax.assets import CALIBRATION_TEXT
+from sparda_jax.config import ConfigError
+from sparda_jax.decode_plan import Backends
+from sparda_jax.eval.prompting import Prompt, Prompter
+from sparda_jax.generate import Lanes, Runner
+from sparda_jax.model import Decoder
+from sparda_jax.prefill import by_bits
+from sparda_jax.sampling import SamplingParams
+from sparda_jax.selection import Mode
+from sparda_jax.tokenizer import Tokenizer
+
+# Of a prefill chunk on a GPU, so that there is one program for all lengths; plain scores (`random`) take more memory.
+_GPU_CHUNK, _GPU_PLAIN_CHUNK = 2048, 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        text: behind the prompt's beginning of it.
+        width: blocks that a token of it read, per layer and KV head, on average; None: not known.
+        prefill_read: of the blocks that the prompt's tokens saw, the share that they read; None: not known.
+    """
+
+    text: str
+    width: float | None = None
+    prefill_read: float | None = None
+
+
+class Subject(Protocol):
+    """Something that answers prompts."""
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Greedy answers, in order."""
+        ...
+
+
+class _OneCapacity(Runner):
+    """All prompts in caches of one size: a GPU's kernels take no longer for it, and there is one program a step."""
+
+    def capacity_for(self, length: int) -> int:
+        block_size = self.config.sparse.block_size
+        return -(-self.max_model_len // block_size) * block_size
+
+
+class Checkpoint:
+    """A model in one mode, ``batch`` prompts at a time.
+
+    Args:
+        model: the weights.
+        tokenizer: theirs.
+        mode: what selects blocks.
+        max_model_len: longest prompt and answer together, in tokens.
+        batch: prompts that go through the model together.
+
+    Raises:
+        ConfigError: the mode needs a Forecast that is not there.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, mode: Mode, max_model_len: int, batch: int):
+        on_gpu = next(iter(model.embed_tokens.devices())).platform != "cpu"
+        calibration = tokenizer.encode(CALIBRATION_TEXT.read_text()) if mode is Mode.INFINIGEN else None
+        kind = _OneCapacity if on_gpu else Runner
+        self.runner = kind(model, mode=mode, max_model_len=max_model_len, calibration=calibration)
+        if on_gpu:
+            self.runner.prefill_chunks = (_GPU_CHUNK if by_bits(mode, Backends()) else _GPU_PLAIN_CHUNK,)
+        self._tokenizer, self._batch = tokenizer, batch
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        found: list[Answer] = []
+        for start in range(0, len(prompts), self._batch):
+            found += self._together(prompts[start : start + self._batch])
+        return found
+
+    def _together(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        # A short batch is filled up with prompts of one token: another size would be another program.
+        padding = self._batch - len(prompts)
+        ids = [*(prompt.ids for prompt in prompts), *[[0]] * padding]
+        eos = self.runner.config.eos_token_ids
+        params = [SamplingParams(max_tokens=p.new_tokens, temperature=0.0, stop_token_ids=eos) for p in prompts]
+        params += [SamplingParams(max_tokens=1, temperature=0.0)] * padding
+        lanes = self.runner.start_batch(ids, params)
+        tokens = _run(lanes, params, eos)
+        return [self._answer(lanes, lane, tokens[lane]) for lane in range(len(prompts))]
+
+    def _answer(self, lanes: Lanes, lane: int, tokens: list[int]) -> Answer:
+        stats, config = lanes.stats[lane], self.runner.config
+        rows = stats.decode.tokens * config.num_layers * config.num_kv_heads
+        return Answer(
+            text=self._tokenizer.decode(tokens),
+            width=sum(stats.decode.blocks_read) / rows if rows else None,
+            prefill_read=stats.prefill.read_fraction,
+        )
+
+
+def _run(lanes: Lanes, params: Sequence[SamplingParams], eos: tuple[int, ...]) -> list[list[int]]:
+    """Advances until every lane has met an end-of-sequence id or its limit."""
+    tokens: list[list[int]] = [[] for _ in params]
+    live = set(range(len(params)))
+    while live:
+        new = lanes.advance()
+        if new is None:
+            continue
+        for lane in sorted(live):
+            token = int(np.asarray(new)[lane])
+            if token not in eos:
+                tokens[lane].append(token)
+            if token in eos or len(tokens[lane]) == params[lane].max_tokens:
+                lanes.finish(lane)
+                live.discard(lane)
+    return tokens
+
+
+class EndpointError(Exception):
+    """The server can't be asked; the message says why."""
+
+
+class Endpoint:
+    """A server with an OpenAI API.
+
+    Args:
+        url: without ``/v1``.
+        prompter: for servers that take conversations only.
+        chat: asks ``/v1/chat/completions`` with texts, which has no place for an answer's first words, instead of
+            ``/v1/completions`` with token ids.
+        api_key: sent as a bearer token.
+        parallel: requests at the same time.
+
+    Raises:
+        EndpointError: it does not say which model it has.
+    """
+
+    def __init__(self, url: str, prompter: Prompter, *, chat: bool, api_key: str | None, parallel: int):
+        self._url, self._prompter, self._chat = url.rstrip("/"), prompter, chat
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._parallel = parallel
+        try:
+            self.model = str(self._ask("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise EndpointError(f"{url}/v1/models lists no model") from error
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Raises EndpointError where a request fails."""
+        with ThreadPoolExecutor(self._parallel) as threads:
+            return list(threads.map(self._one, prompts))
+
+    def _one(self, prompt: Prompt) -> Answer:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.new_tokens, "temperature": 0}
+        try:
+            if self._chat:
+                messages = self._prompter.messages(prompt.question)
+                reply = self._ask("/v1/chat/completions", body | {"messages": messages})
+                return Answer(text=str(reply["choices"][0]["message"]["content"]))
+            return Answer(text=str(self._ask("/v1/completions", body | {"prompt": prompt.ids})["choices"][0]["text"]))
+        except (LookupError, TypeError) as error:
+            raise EndpointError(f"{self._url} answers in another form than OpenAI's API") from error
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        if not self._url.startswith(("http://", "https://")):
+            raise EndpointError(f"url={self._url} is no HTTP address: begin it with http:// or https://")
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise EndpointError(f"{self._url}{path} answers {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise EndpointError(f"{self._url}{path} can't be read: {error}") from error
+
+
+def check_width(widths: Sequence[float], expected: int, shortest: int, mode: Mode) -> None:
+    """Refuses a comparison of modes that read unequal numbers of blocks.
+
+    Args:
+        widths: of answers, see `Answer`.
+        expected: blocks that every mode but dense selects.
+        shortest: blocks of the shortest prompt.
+
+    Raises:
+        ConfigError: a mode that selects read another number.
+    """
+    if mode is Mode.DENSE or shortest < expected or not widths:
+        return
+    if min(widths) != expected or max(widths) != expected:
+        raise ConfigError(
+            f"mode={mode.value} read {min(widths):g} to {max(widths):g} blocks a token, and {expected} are selected: "
+            "modes of unequal widths can't be compared"
+        )
