@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,21 @@ def test_steps_miss_what_is_asked_for(way: str, tmp_path: Path) -> None:
     assert found.settings()["exposed_wait_ms"] == round(1e3 * (found.seconds - found.resident), 3)
     assert min(found.seconds, found.resident, found.compiling) > 0
     assert found.compared is None
+
+
+def test_a_step_compiled_from_shapes_takes_its_pools_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Traced(Exception):
+        pass
+
+    def spy(
+        graphdef: object, plan: object, weights: object, state: object, pools: tuple, *rest: object, **more: object
+    ):
+        raise Traced(*(jax.typeof(pool).memory_space for pool in pools))
+
+    monkeypatch.setattr(bench, "step_and_sample", spy)
+    with pytest.raises(Traced) as traced:
+        bench.compile_step(toy("deep").decoder, CASE)
+    assert traced.value.args == (jax.memory.Space.Host,) * 3
 
 
 def test_natural_misses_are_those_of_the_selection() -> None:

@@ -28,6 +28,7 @@ from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.machine import read_limits
 from sparda_jax.model import Decoder
+from sparda_jax.pallas_kernels.record_copy import device_as_host
 from sparda_jax.profiling import profile_options
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode
@@ -331,6 +332,8 @@ def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares
     def step(weights, state, pools, tokens, new_blocks, sampling, misses):
         choose = lists_with(misses, config, shape.max_blocks, start) if case.sets_misses else None
         one = state_first(functools.partial(step_and_sample, graphdef, plan, choose=choose))
+        # A shape with a sharding says where an array is, but its type does not.
+        pools = tuple(device_as_host(pool) for pool in pools)
         return one(weights, state, pools, tokens, new_blocks, sampling)
 
     began = time.perf_counter()
