@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 from typer.testing import CliRunner
 
 from sparda_jax.bench import _step_parts as parts
+from sparda_jax.bench import _step_plot
 from sparda_jax.bench.__main__ import app
 from sparda_jax.bench._step_profile import Event, Kind, ProfileError, decode_steps, kind_of, read_profile
 
@@ -161,21 +162,46 @@ def test_layers_that_are_not_there_are_refused() -> None:
         parts.picture([made("sparda", layers=1)])
 
 
+def excerpt(way: str) -> list[Event]:
+    """Some layers of a step that an H200 ran."""
+    record = json.loads((DATA / f"decode_step_{way}.json").read_text())
+    return [Event(name=name, start=start, end=end) for name, start, end in record]
+
+
 @pytest.mark.parametrize(
     ("way", "layer_us", "wait", "hidden"),
     [("sparda", (220, 240), (20, 30), 0.9), ("sparse", (430, 440), (205, 215), 0)],
 )
 def test_steps_of_an_h200(way: str, layer_us: tuple[int, int], wait: tuple[int, int], hidden: float) -> None:
     """At batch 16: SparDA waits for what a layer doesn't hide, sparse for whole fetches."""
-    record = json.loads((DATA / f"decode_step_{way}.json").read_text())
-    step = [Event(name=name, start=start, end=end) for name, start, end in record]
-    drawn = parts.picture([step], 0, 1)
+    drawn = parts.picture([excerpt(way)], 0, 1)
     assert layer_us[0] < drawn.layer_us < layer_us[1]
     assert wait[0] < drawn.wait < wait[1]
     assert drawn.hidden == pytest.approx(hidden, abs=0.03)
     assert drawn.idle_us < 1
     assert drawn.per_layer(Kind.ATTENTION) == pytest.approx(34, abs=2)
     assert drawn.per_layer(Kind.PRODUCT) == pytest.approx(123, abs=5)
+
+
+def test_sparda_and_synchronous_sparse_on_one_time_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison that the README shows: `sparse` is longer by what it waits."""
+    saved = []
+    monkeypatch.setattr(_step_plot, "save", lambda drawing, path: saved.append((drawing, path)))
+    drawn = [(way, parts.picture([excerpt(way)], 0, 1)) for way in ("sparda", "sparse")]
+    _step_plot.draw(drawn, tmp_path / "both.svg", "both")
+    ((drawing, path),) = saved
+    above, below = drawing.axes
+    assert path == tmp_path / "both.svg"
+    assert above.get_xlim() == below.get_xlim()
+    assert [axes.get_subplotspec().rowspan.start for axes in (above, below)] == [0, 1]
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in (above, below)] == ["sparda", "sparse"]
+    ends = [max(line.get_xdata()[0] for line in axes.lines) for axes in (above, below)]
+    assert ends == pytest.approx([2 * one.layer_us for _, one in drawn])
+    waited = [2 * one.wait for _, one in drawn]
+    assert ends[1] - ends[0] == pytest.approx(waited[1] - waited[0], abs=40)
+    assert all(
+        [label.get_text() for label in axes.get_yticklabels()] == ["compute", "copy", "wait"] for axes in drawing.axes
+    )
 
 
 def test_kinds_of_kernels() -> None:
