@@ -1,7 +1,10 @@
 """The map benchmark: which points a machine holds, what they miss, where a step's time goes, and rows of a toy."""
 
 import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from sparda_jax.bench._step_profile import Event, Kind
 from sparda_jax.bench.decode import Case
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.machine import Bound, Limits
+from sparda_jax.model import Decoder
 from sparda_jax.shapes import SHAPES
 from tests.core.support import toy
 from tests.test_bench_step import made
@@ -212,6 +216,42 @@ def test_the_picture_has_a_panel_for_each_context(tmp_path: Path) -> None:
         "<!-- 64 -->",
     ):
         assert said in text, said
+
+
+def test_the_command_writes_row_by_row_and_says_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the measuring, on the geometry of the 8B model with one layer."""
+    file, written = tmp_path / "map.json", []
+
+    def measured(model: Decoder, found: Sequence[Point], *, published: bool) -> Iterator[bench.Row]:
+        assert (model.config.num_layers, published) == (1, False)
+        for point in found:
+            written.append(json.loads(file.read_text())["rows"] if file.exists() else [])
+            settings = {"batch": point.case.batch, "slots_are": point.slots, "pools": point.case.pools}
+            yield bench.Row(name=point.case.way, backend="auto", settings=settings, value=1.0, unit="tokens/s")
+
+    monkeypatch.setattr(bench, "measured", measured)
+    monkeypatch.setattr(bench, "Decoder", lambda config, **_: SimpleNamespace(config=config))
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
+    options = ["--layers", "1", "--context", "131072", "--batch", "2,4000", "--slots", "least,auto", "--host-gib", "8"]
+    command = ["map", *options, "--hit-rates", str(HIT_RATES), "--json", str(file), "--commit", "c"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    said = json.loads(file.read_text())
+    assert [row["settings"] for row in said["rows"]] == [
+        {"batch": 2, "slots_are": "least", "pools": 1},
+        {"batch": 2, "slots_are": "auto", "pools": 1},
+    ]
+    assert [len(rows) for rows in written] == [0, 1]
+    assert (said["picture"], said["host_memory"], said["commit"]) == ("map", "8.00 GiB", "c")
+    (capacity,) = said["capacity"]
+    assert (capacity["context"], capacity["ended_by"]) == (131072, "host memory")
+    assert capacity["most"] < 64
+    assert len(said["left_out"]) == 2
+    output = " ".join(done.output.split())
+    assert "left out: sparda, 131072 tokens, batch 4000, 160 slots (least): host memory" in output
+    assert f"sparda, 131072 tokens: {capacity['most']} sequences fit, then host memory ends" in output
 
 
 @pytest.mark.parametrize(
