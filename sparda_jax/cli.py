@@ -26,7 +26,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """SparDA on JAX: convert a checkpoint, plan its memory, serve it, train its Forecast, pretrain, or measure."""
+    """SparDA on JAX: convert a checkpoint, plan its memory, serve, train a Forecast, pretrain, evaluate, measure."""
 
 
 def _run(command: str, arguments: list[str]) -> None:
@@ -63,6 +63,12 @@ def train(ctx: typer.Context) -> None:
 def pretrain(ctx: typer.Context) -> None:
     """Train the small bundled model from scratch."""
     _run("pretrain", ctx.args)
+
+
+@app.command("eval", add_help_option=False, context_settings=_PASS_ON)
+def evaluate(ctx: typer.Context) -> None:
+    """RULER, needles, LongBench and HELMET, for a checkpoint in every mode or a server."""
+    _run("eval", ctx.args)
 
 
 @app.command("bench", add_help_option=False, context_settings=_PASS_ON)

@@ -2,6 +2,7 @@
 
 import typer
 
+from sparda_jax.eval._file_commands import helmet, longbench
 from sparda_jax.eval._needle_command import needle
 from sparda_jax.eval._ruler_command import ruler
 
@@ -15,6 +16,8 @@ def main() -> None:
 
 app.command()(ruler)
 app.command()(needle)
+app.command()(longbench)
+app.command()(helmet)
 
 
 if __name__ == "__main__":

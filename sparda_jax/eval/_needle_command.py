@@ -1,6 +1,5 @@
 """``python -m sparda_jax.eval needle``: whether a fact is found, by its depth and the prompt's length."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,17 +7,13 @@ import numpy as np
 import typer
 
 from sparda_jax.assets import BUNDLED_MODEL
-from sparda_jax.bench._options import at_least, check_writable, whole_numbers
+from sparda_jax.bench._options import at_least, whole_numbers
 from sparda_jax.bench.plot import check_picture, figure, save
-from sparda_jax.config import ConfigError
 from sparda_jax.eval import options
-from sparda_jax.eval.cells import Cell, Job, Record, run
-from sparda_jax.eval.fitting import TooShortError
-from sparda_jax.eval.options import console
+from sparda_jax.eval.asking import ask, evaluate, make_prompter, sentences_of
+from sparda_jax.eval.cells import Cell, Job
 from sparda_jax.eval.ruler import needle_prompts
 from sparda_jax.eval.scoring import share_matched
-from sparda_jax.eval.subjects import EndpointError
-from sparda_jax.eval.tables import averages, markdown
 
 METHOD = (
     "one needle in running text, RULER's niah_single_2, at given depths: 0 is the beginning of the text, 100 its end; "
@@ -50,16 +45,14 @@ def needle(
     commit: options.CommitOption = None,
 ) -> None:
     """One needle at every depth and length: a heat map for each mode, on the same prompts."""
-    check_writable(json_out)
     check_picture(picture)
     if picture:
         figure()  # so that a missing matplotlib is told before minutes of work
     for option, value, least in (("--batch", batch, 1), ("--samples", samples, 1), ("--depths", depths, 2)):
         at_least(option, value, least)
     sizes = whole_numbers("--lengths", lengths)
-    grid = [float(depth) for depth in np.linspace(0, 1, depths)]
-    prompter = options.make_prompter(model, template)
-    asked = options.ask(
+    text, prompter = sentences_of(essays), make_prompter(model, template)
+    asked = ask(
         prompter,
         model=model,
         forecast=forecast,
@@ -71,29 +64,29 @@ def needle(
         chat=chat,
         api_key=api_key,
     )
-    text = options.sentences_of(essays)
-    settings = {"samples": samples, "seed": seed, "essays": None if essays is None else essays.name} | asked.settings
-    baseline = "sparse" if "sparse" in asked.subjects else next(iter(asked.subjects))
-    began = time.perf_counter()
-    try:
-        record = Record(json_out, settings=settings, what="needle by depth and length", method=METHOD, commit=commit)
+    grid = [float(depth) for depth in np.linspace(0, 1, depths)]
+
+    def make_jobs() -> list[Job]:
         jobs = []
         for length in dict.fromkeys(sizes):
             made = {"length": length, "depths": grid, "seed": seed, "samples": samples, "sentences": text}
             for depth, prompts in zip(grid, needle_prompts(prompter, **made), strict=True):
-                jobs.append(Job(task=_name(depth), length=length, prompts=prompts, score=share_matched))
-        cells = run(jobs, asked.subjects, record, shown=options.shower(asked, answers))
-    except (ConfigError, EndpointError, TooShortError) as error:
-        raise options.failure(error) from None
-    record.write({"baseline": baseline, "averages": averages(record.cells, baseline)})
+                jobs.append(Job(task=f"{100 * depth:.0f} %", length=length, prompts=prompts, score=share_matched))
+        return jobs
+
+    cells = evaluate(
+        asked,
+        make_jobs,
+        what="needle by depth and length",
+        method=METHOD,
+        settings={"samples": samples, "seed": seed, "essays": None if essays is None else essays.name},
+        json_out=json_out,
+        markdown_out=None,
+        answers=answers,
+        commit=commit,
+    )
     if picture:
         draw(cells, picture, f"needle in {asked.settings['model']}, {samples} prompts a cell")
-    console.print(markdown(cells, baseline), markup=False, highlight=False)
-    console.print(f"{time.perf_counter() - began:.0f} s", markup=False)
-
-
-def _name(depth: float) -> str:
-    return f"{100 * depth:.0f} %"
 
 
 def draw(cells: list[Cell], picture: Path, title: str) -> None:

@@ -83,6 +83,19 @@ def test_needle_draws_depths_and_lengths(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_longbench_reads_its_files(tmp_path: Path) -> None:
+    row = {"context": "The key is 42. " * 30, "input": "What is the key?", "answers": ["42"]}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    options = ("--lengths", "512", "--batch", "1", "--modes", "dense", "--json", str(tmp_path / "r.json"))
+    printed = invoke("longbench", str(tmp_path), "--tasks", "hotpotqa", *options)
+    assert "| mode | hotpotqa |" in printed
+    assert json.loads((tmp_path / "r.json").read_text())["what"] == "LongBench"
+    assert "narrativeqa.jsonl can't be read" in invoke(
+        "longbench", str(tmp_path), "--tasks", "narrativeqa", "--modes", "dense", code=2
+    ).replace("\n", "")
+    assert "HELMET" in invoke("helmet", "--help")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -10,9 +10,10 @@ import uvicorn
 
 from sparda_jax.assets import BUNDLED_MODEL
 from sparda_jax.checkpoint import load_model
+from sparda_jax.eval.endpoint import Endpoint, EndpointError
 from sparda_jax.eval.prompting import Prompt, Prompter, Question
 from sparda_jax.eval.ruler import make_prompts, tasks
-from sparda_jax.eval.subjects import Checkpoint, Endpoint, EndpointError, _OneCapacity
+from sparda_jax.eval.subjects import Checkpoint, _OneCapacity
 from sparda_jax.library import SparDA
 from sparda_jax.selection import Mode
 from sparda_jax.serve.api import ServerInfo, create_app
