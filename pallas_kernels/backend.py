@@ -46,6 +46,7 @@ MEASURED_BEST = {
     "sparse_attention": Backend.MOSAIC_GPU,
     "block_sparse_attention": Backend.MOSAIC_GPU,
     "token_append": Backend.TRITON,
+    "between_attentions": Backend.MOSAIC_GPU,
 }
 
 # H100, H200, H20, H800 and GH200 by name: an abstract device has no compute capability.

@@ -22,6 +22,7 @@ from sparda_jax.cache.pool import Pools
 from sparda_jax.cache.state import DecodeState, LayerState
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.layer_chain import LayerChain
 from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
@@ -117,9 +118,17 @@ def decode_step(
     queue = jnp.zeros(4, jnp.int32)
     previous: Projections | None = None
     stream = LayerStream(pools, step.block_table, step.query_block) if plan.fetch is Fetch.STREAM else None
-    x = model.embed(tokens[:, None])
+    chain = LayerChain.begin(
+        model,
+        model.embed(tokens[:, None]),
+        step.cos,
+        step.sin,
+        needs_normed=plan.mode is Mode.INFINIGEN,
+        backend=plan.backends.between_attentions,
+    )
     for index, module in enumerate(model.layers):
-        projections = module.project(x, step.cos, step.sin)
+        projections = chain.projections
+        assert projections is not None
         k, v, q = projections.k[:, 0], projections.v[:, 0], group_heads(projections.q, config)[:, 0]
         looked_ahead = ahead is not None
         if ahead:
@@ -149,14 +158,21 @@ def decode_step(
         if stream and plan.streams(index):
             records, listed, q = stream.take(index, layer, ready.slot_ids, q)
         out = sparse_attention_decode(
-            q, records, listed, position + 1, usual=step.usual, backend=plan.backends.sparse_attention
+            q,
+            records,
+            listed,
+            position + 1,
+            usual=step.usual,
+            result_lanes=chain.attended_lanes,
+            backend=plan.backends.sparse_attention,
         )
         layers[index], previous = layer, projections
         segments = state.num_lanes * config.num_kv_heads
         missed = ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads)
         copies.append(_written(step, missed) if plan.streams(index) else missed)
         attended.append(listed)
-        x = module.finish(x, out.reshape(projections.q.shape))
+        chain = chain.after(out)
+    x = chain.residual()
     copied = jnp.stack(copies)
     # All layers at once: a few kernels, and not some a layer.
     read = jnp.sum(jnp.stack(attended) >= 0, axis=(2, 3), dtype=jnp.int32)
@@ -166,12 +182,12 @@ def decode_step(
     new_state = dataclasses.replace(
         state, layers=tuple(layers), block_table=step.block_table, lengths=state.lengths + state.live, counts=counts
     )
-    return x[:, 0], new_state, copied
+    return x, new_state, copied
 
 
-def _after(x: Float[Array, "batch 1 hidden"], amount: Int[Array, "layers batch"]) -> Int[Array, "layers batch"]:
+def _after(x: Float[Array, "batch hidden"], amount: Int[Array, "layers batch"]) -> Int[Array, "layers batch"]:
     """A count, for a kernel that waits for the stream: one that nothing waits for is slow beside a fetch."""
-    return jnp.where((amount < 0) & (x[0, 0, 0] > 0), 0, amount)
+    return jnp.where((amount < 0) & (x[0, 0] > 0), 0, amount)
 
 
 def _finish_window(

@@ -35,6 +35,7 @@ class Backends:
     record_copy: str | None = None
     sparse_attention: str | None = None
     token_append: str | None = None
+    between_attentions: str | None = None
     block_sparse_attention: str | None = None
 
 

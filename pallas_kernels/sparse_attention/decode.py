@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
@@ -17,8 +18,9 @@ def sparse_attention_decode(
     lengths: Int[Array, "batch"],
     *,
     usual: int | None = None,
+    result_lanes: int | None = None,
     backend: str | None = None,
-) -> Float[Array, "batch kv_heads group head_dim"]:
+) -> Float[Array, "lanes kv_heads group head_dim"]:
     """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed records (docs/semantics.md section 6).
 
     Float32 scores and sums, probabilities rounded to the dtype of v. From the kernels a sequence's result has the same
@@ -36,6 +38,8 @@ def sparse_attention_decode(
             ``(length - 1) % block + 1`` valid rows of each kind. The others and all slots that are not listed may hold
             anything, NaN included.
         usual: how many records most lists have; None: as many as fit. Only the time depends on it.
+        result_lanes: of the result, for a reader that wants more than the batch has; those beyond may hold anything.
+            None: those of the batch.
         backend: a name of `Backend`, or None for the fastest that runs here.
 
     Returns:
@@ -54,18 +58,23 @@ def sparse_attention_decode(
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
     if usual is not None and usual < 1:
         raise ValueError(f"usual={usual} must be at least 1, or None.")
+    lanes = q.shape[0] if result_lanes is None else result_lanes
+    if lanes < q.shape[0]:
+        raise ValueError(f"result_lanes={result_lanes} must be at least the batch of {q.shape[0]}, or None.")
     available = [Backend.REFERENCE, Backend.TRITON]
     if mosaic_gpu.takes(q, slots):
         available.append(Backend.MOSAIC_GPU)
     chosen = choose_backend(backend, "sparse_attention", available=available)
-    return _jitted(q, slots, slot_ids, lengths, usual=usual, backend=chosen)
+    return _jitted(q, slots, slot_ids, lengths, usual=usual, lanes=lanes, backend=chosen)
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
-@functools.partial(jax.jit, static_argnames=("usual", "backend"))
-def _jitted(q: Array, slots: Array, slot_ids: Array, lengths: Array, *, usual: int | None, backend: Backend) -> Array:
-    if backend is Backend.REFERENCE:
-        return reference.slot_attention(q, slots, slot_ids, lengths)
-    if backend is Backend.TRITON:
-        return triton.slot_attention(q, slots, slot_ids, lengths)
-    return mosaic_gpu.slot_attention(q, slots, slot_ids, lengths, usual=usual)
+@functools.partial(jax.jit, static_argnames=("usual", "lanes", "backend"))
+def _jitted(
+    q: Array, slots: Array, slot_ids: Array, lengths: Array, *, usual: int | None, lanes: int, backend: Backend
+) -> Array:
+    if backend is Backend.MOSAIC_GPU:
+        return mosaic_gpu.slot_attention(q, slots, slot_ids, lengths, usual=usual, result_lanes=lanes)
+    kernels = reference if backend is Backend.REFERENCE else triton
+    out = kernels.slot_attention(q, slots, slot_ids, lengths)
+    return jnp.pad(out, ((0, lanes - q.shape[0]), (0, 0), (0, 0), (0, 0)))

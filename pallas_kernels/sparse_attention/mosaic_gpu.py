@@ -79,6 +79,7 @@ def slot_attention(
     stages: int = 3,
     max_ctas: int = 264,
     usual: int | None = None,
+    result_lanes: int | None = None,
 ) -> Float[Array, "batch kv_heads group head_dim"]:
     """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
 
@@ -87,7 +88,7 @@ def slot_attention(
         run: parts that are added in a row, before other runs are.
         stages: records in a CTA's ring.
         max_ctas: a CTA takes as many parts as it needs for no more CTAs to have work, if it can.
-        usual: as of `sparse_attention_decode`; the CTAs are spread for lists of this length.
+        usual, result_lanes: as there; the CTAs are spread for lists of the usual length.
     """
     batch, kv_heads, group, head_dim = q.shape
     width = slot_ids.shape[2]
@@ -129,7 +130,7 @@ def slot_attention(
     )(q, slots, slot_ids, lengths)
     out = plgpu.kernel(
         functools.partial(_add_parts, split=split),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct((result_lanes or batch, *q.shape[1:]), q.dtype),
         grid=(batch, kv_heads, head_dim // 64, rows // 8),
         grid_names=("lane", "head", "columns", "queries"),
         scratch_types=[plgpu.SMEM((8, 64), jnp.bfloat16, transforms=_SWIZZLED)],

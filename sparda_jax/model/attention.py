@@ -16,14 +16,14 @@ class Projections:
     """What one layer computes from its normed input, before it attends.
 
     Attributes:
-        normed: the layer's input after its first norm.
+        normed: the layer's input after its first norm; None where nothing but the kernel that made it has it.
         q, k: after RoPE; v: unrotated.
         q_future: this layer's Forecast of what layer l + 1 will look for, after RoPE at the token's own position.
             None when the model carries no Forecast.
         q_curr: layer 0's Forecast for itself; None elsewhere.
     """
 
-    normed: Float[Array, "batch q_len hidden"]
+    normed: Float[Array, "batch q_len hidden"] | None
     q: Float[Array, "batch q_len heads head_dim"]
     k: Float[Array, "batch q_len kv_heads head_dim"]
     v: Float[Array, "batch q_len kv_heads head_dim"]
