@@ -6,6 +6,7 @@ is part of JAX's trace caches, so a kernel that was traced for one target is nev
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import re
@@ -108,6 +109,14 @@ def interpreting() -> bool:
     return target().platform != "gpu"
 
 
+_interprets_mosaic = contextvars.ContextVar("_interprets_mosaic", default=False)
+
+
+def interprets_mosaic() -> bool:
+    """Whether this is inside of `mosaic_interpreter`, on a machine without a GPU."""
+    return _interprets_mosaic.get()
+
+
 @contextlib.contextmanager
 def mosaic_interpreter() -> Iterator[None]:
     """Around the call of a Mosaic kernel: it is interpreted where there is no GPU, and compiled where there is one.
@@ -117,5 +126,9 @@ def mosaic_interpreter() -> Iterator[None]:
     if not interpreting():
         yield
         return
-    with use_abstract_mesh(H200), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
+    before = _interprets_mosaic.set(True)
+    try:
+        with use_abstract_mesh(H200), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+    finally:
+        _interprets_mosaic.reset(before)

@@ -6,6 +6,7 @@ beginning of a step and once at its end.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -28,16 +29,16 @@ class LayerChain:
     Attributes:
         model: the weights.
         cos, sin: RoPE's tables of the lanes' positions.
-        fused: the kernel runs what lies between two attentions.
+        by_feature: the same feature by feature, where the kernel runs what lies between two attentions; else None.
         index: of the layer.
         projections: of the layer; None behind the last one.
-        stream: the residual stream before the layer; feature by feature with ``fused``.
+        stream: the residual stream before the layer; feature by feature with ``by_feature``.
     """
 
     model: Decoder
     cos: Float[Array, "batch 1 half"]
     sin: Float[Array, "batch 1 half"]
-    fused: bool
+    by_feature: tuple[Float[Array, "half rows"], Float[Array, "half rows"]] | None
     index: int
     projections: Projections | None
     stream: Float[Array, "..."]
@@ -64,28 +65,33 @@ class LayerChain:
         if fused:
             weights = _weights(model, 0)
             fused = between_backend(weights, batch, _heads(model), backend) is not Backend.REFERENCE
+        stream, by_feature = x, None
+        if fused:
+            by_feature = to_features(cos[:, 0]), to_features(sin[:, 0])
+            # At once: made where the kernel wants them, they get the place of something that the first fetch reads.
+            x, stream, by_feature = jax.lax.optimization_barrier((x, to_features(x[:, 0]), by_feature))
         projections = model.layers[0].project(x, cos, sin)
-        stream = to_features(x[:, 0]) if fused else x
-        return cls(model=model, cos=cos, sin=sin, fused=fused, index=0, projections=projections, stream=stream)
+        return cls(
+            model=model, cos=cos, sin=sin, by_feature=by_feature, index=0, projections=projections, stream=stream
+        )
 
     @property
     def attended_lanes(self) -> int:
         """How many lanes the attention's output must have; what lies in those beyond the batch means nothing."""
         batch = self.cos.shape[0]
-        return padded_rows(batch) if self.fused else batch
+        return padded_rows(batch) if self.by_feature else batch
 
     def after(self, attended: Float[Array, "lanes kv_heads group head_dim"]) -> "LayerChain":
         """At the next layer, from what the heads of this one attended to."""
         model, following = self.model, self.index + 1
         is_last = following == model.config.num_layers
-        if self.fused:
+        if self.by_feature:
             batch = self.cos.shape[0]
             stream, qkvf = between_attentions(
                 attended.reshape(attended.shape[0], -1),
                 self.stream,
                 _weights(model, self.index),
-                to_features(self.cos[:, 0]),
-                to_features(self.sin[:, 0]),
+                *self.by_feature,
                 batch=batch,
                 heads=_heads(model),
                 eps=model.config.rms_norm_eps,
@@ -102,7 +108,7 @@ class LayerChain:
 
     def residual(self) -> Float[Array, "batch hidden"]:
         """The stream, lane by lane."""
-        return from_features(self.stream, self.cos.shape[0]) if self.fused else self.stream[:, 0]
+        return from_features(self.stream, self.cos.shape[0]) if self.by_feature else self.stream[:, 0]
 
 
 def _projections(q: Array, k: Array, v: Array, q_future: Array) -> Projections:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float
 
-from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.backend import Backend, choose_backend, interprets_mosaic
 from sparda_jax.pallas_kernels.between_attentions import mosaic_gpu, reference
 from sparda_jax.pallas_kernels.operands import FLOATS, check_operands
 
@@ -110,12 +110,24 @@ def between_attentions(
     if sizes["two_inner"][0] != 2 * sizes["inner"][0]:
         raise ValueError(f"gate_up{list(weights.gate_up.shape)} must have twice the {sizes['inner'][0]} rows of down.")
     chosen = between_backend(weights, batch, heads, backend)
-    statics = {"batch": batch, "heads": heads, "eps": eps, "residual_scale": residual_scale, "backend": chosen}
-    return _jitted(attended, residual, weights, cos, sin, **statics)
+    return _jitted(
+        attended,
+        residual,
+        weights,
+        cos,
+        sin,
+        batch=batch,
+        heads=heads,
+        eps=eps,
+        residual_scale=residual_scale,
+        backend=chosen,
+        # The interpreter has no semaphores, so that it runs the kernel's parts one by one.
+        at_once=not interprets_mosaic(),
+    )
 
 
 # One jit object for all layers, so that they share one lowering of the kernel.
-@functools.partial(jax.jit, static_argnames=("batch", "heads", "eps", "residual_scale", "backend"))
+@functools.partial(jax.jit, static_argnames=("batch", "heads", "eps", "residual_scale", "backend", "at_once"))
 def _jitted(
     attended: Array,
     residual: Array,
@@ -128,6 +140,7 @@ def _jitted(
     eps: float,
     residual_scale: float,
     backend: Backend,
+    at_once: bool,
 ) -> tuple[Array, tuple[Array, ...]]:
     last = weights.qkvf is None
     if backend is Backend.REFERENCE:
@@ -160,5 +173,5 @@ def _jitted(
     )
     operands = {"attended": attended, "residual": residual, "cos": cos, "sin": sin}
     operands |= {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    found = mosaic_gpu.run(plan, operands, at_once=mosaic_gpu.can_wait())
+    found = mosaic_gpu.run(plan, operands, at_once=at_once)
     return found["out"], () if last else tuple(found[name] for name in "qkvf")

@@ -23,8 +23,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparda_jax.pallas_kernels.backend import interpreting
-
 CTAS = 128
 """Of 132 SMs: the record copy's CTAs have the others to themselves."""
 MOST_ROWS = 32
@@ -50,11 +48,6 @@ def takes(output: jax.Array, gate_up: jax.Array, heads: tuple[int, ...], rows: i
     fits = max(hidden // _HALF, intermediate // _TILE, sum(heads)) <= CTAS
     is_head = attended == heads[0] * _TILE
     return output.dtype == jnp.bfloat16 and whole and fits and is_head and rows <= MOST_ROWS and cores > CTAS
-
-
-def can_wait() -> bool:
-    """Whether CTAs can wait for each other: not where the kernel is interpreted."""
-    return not interpreting()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -516,7 +509,7 @@ def _call(plan: Plan, parts: Sequence[_Part], have: dict[str, jax.Array], *, wai
     return dict(zip(written, results, strict=True))
 
 
-def run(plan: Plan, operands: dict[str, jax.Array], *, at_once: bool = True) -> dict[str, jax.Array]:
+def run(plan: Plan, operands: dict[str, jax.Array], *, at_once: bool) -> dict[str, jax.Array]:
     """All parts, in one kernel, or each in a kernel of its own, which needs no semaphores."""
     parts = _parts(plan)
     if at_once:
