@@ -235,6 +235,7 @@ def infinigen_query(
     sin: Float[Array, "batch q_len half"],
 ) -> Float[Array, "batch q_len kv_heads head_dim"]:
     """This layer's query projection of the *previous* layer's input, summed over the heads of a group, float32."""
+    assert previous.normed is not None  # see `LayerChain.begin`
     guess = layer.self_attn.project_query(previous.normed, cos, sin)
     return jnp.sum(group_heads(guess, config).astype(jnp.float32), axis=3)
 

@@ -1,7 +1,7 @@
 """The products between two layers' attention: their operands' form, and the choice of what runs them."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from sparda_jax.pallas_kernels.between_attentions import mosaic_gpu, reference
 from sparda_jax.pallas_kernels.operands import FLOATS, check_operands
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """The weights from one layer's attention to the next one's, all of one dtype.
 
     Attributes:
@@ -142,7 +140,8 @@ def _jitted(
     backend: Backend,
     at_once: bool,
 ) -> tuple[Array, tuple[Array, ...]]:
-    last = weights.qkvf is None
+    norm, qkvf_weights = weights.attention_norm, weights.qkvf
+    is_last = norm is None or qkvf_weights is None
     if backend is Backend.REFERENCE:
         x = reference.between_attentions(
             attended[:batch],
@@ -154,24 +153,21 @@ def _jitted(
             eps=eps,
             residual_scale=residual_scale,
         )
+        if norm is None or qkvf_weights is None:
+            return to_features(x), ()
         tables = from_features(cos, batch), from_features(sin, batch)
-        qkvf = (
-            ()
-            if last
-            else reference.projections(x, weights.attention_norm, weights.qkvf, *tables, heads=heads, eps=eps)
-        )
-        return to_features(x), qkvf
+        return to_features(x), reference.projections(x, norm, qkvf_weights, *tables, heads=heads, eps=eps)
     plan = mosaic_gpu.Plan(
         batch=batch,
         rows=residual.shape[1],
         hidden=residual.shape[0],
         intermediate=weights.down.shape[0],
         attended=attended.shape[1],
-        heads=() if last else heads,
+        heads=() if is_last else heads,
         eps=eps,
         residual_scale=residual_scale,
     )
     operands = {"attended": attended, "residual": residual, "cos": cos, "sin": sin}
-    operands |= {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
+    operands |= {name: weight for name, weight in weights._asdict().items() if weight is not None}
     found = mosaic_gpu.run(plan, operands, at_once=at_once)
-    return found["out"], () if last else tuple(found[name] for name in "qkvf")
+    return found["out"], () if is_last else tuple(found[name] for name in "qkvf")

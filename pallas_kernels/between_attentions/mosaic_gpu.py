@@ -384,7 +384,7 @@ def _rotate(plan: Plan, refs: Refs, cta: jax.Array) -> None:
         halves = [_add_parts(refs["qkvf_parts"], pl.ds(cta * _TILE + half, _HALF)) for half in (0, _HALF)]
         cos, sin = (_load(refs[name], _WGMMA) for name in ("cos", "sin"))
         first, second = halves
-        q, k, v, _ = plan.heads
+        q, k, v = plan.heads[:3]
         is_value = (cta >= q + k) & (cta < q + k + v)
         rotated = (first * cos - second * sin, second * cos + first * sin)
         for index, (plain, turned) in enumerate(zip(halves, rotated, strict=True)):
@@ -454,13 +454,13 @@ def _body(*refs: Any, plan: Plan, parts: Sequence[_Part], names: Sequence[str], 
     cta = lax.axis_index("cta")
     products = [plan.products[part.product] for part in parts if part.product is not None]
     ring = _Ring(plan, products, named, cta)
-    index = 0
+    streamed = 0
     for position, part in enumerate(parts):
         if part.product is None:
             part.run(plan, named, cta)
         else:
-            part.run(plan, named, ring, index, cta)
-            index += 1
+            part.run(plan, named, ring, streamed, cta)
+            streamed += 1
         if waits and position + 1 < len(parts):
             following = parts[position + 1]
             semaphore = named["semaphores"].at[position]

@@ -2,7 +2,8 @@
 
 32 query and 2 KV heads of 128, blocks of 64 tokens, 96 blocks selected of which 34 are forced, bf16. Contents are
 random. Each call of a selection or an attention reads pages or records of its own; the calls of a plan are consecutive
-steps in which 10 of each KV head's 96 blocks are new; a copy moves those 10.
+steps in which 10 of each KV head's 96 blocks are new; a copy moves those 10. The products between two attentions are
+those of a hidden size of 4096 and an MLP of 16384; their weights are eight times an L2 cache.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparda_jax.bench._timing import Chain
+from sparda_jax.pallas_kernels.between_attentions import LayerWeights, padded_rows
 from sparda_jax.pallas_kernels.block_selection import Scorer
 from sparda_jax.pallas_kernels.record_copy import pack_plan
 from sparda_jax.pallas_kernels.residency import Residency, empty_residency
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK = 2, 16, 128, 64
+HEADS, INTERMEDIATE = KV_HEADS * GROUP, 16384
 WIDTH, INIT_BLOCKS, LOCAL_BLOCKS = 96, 1, 32
 DENSE_WIDTH = 128
 """Of the lists of a decode step, in which a sequence below 8192 tokens attends to all its blocks."""
@@ -83,6 +86,12 @@ class Size:
     def seconds_for_records(self) -> float:
         """Floor of an attention: reading the selected blocks."""
         return self.segments * WIDTH * RECORD_BYTES / HBM_BYTES_PER_SECOND
+
+    @property
+    def seconds_for_weights(self) -> float:
+        """Floor of a layer's products: reading its weights."""
+        columns = (2 * HEADS + 3 * KV_HEADS) * HEAD_DIM + 3 * INTERMEDIATE
+        return 2 * HEADS * HEAD_DIM * columns / HBM_BYTES_PER_SECOND
 
     @property
     def copied_bytes(self) -> int:
@@ -151,6 +160,31 @@ def attention(size: Size, attend: Callable[..., jax.Array], width: int = WIDTH) 
     return Chain(step=step, state=(), shared=shared, inputs=inputs, num_calls=size.calls)
 
 
+def between(size: Size, run: Callable[..., Any]) -> Chain:
+    """Calls of ``run(attended, residual, weights, cos, sin, batch=...)``: from one layer's attention to the next."""
+    rows, hidden, inner, heads = padded_rows(size.batch), HEADS * HEAD_DIM, INTERMEDIATE, HEADS + 3 * KV_HEADS
+    weights = LayerWeights(
+        output=_weights(1, hidden, hidden),
+        mlp_norm=jnp.ones(hidden, jnp.bfloat16),
+        gate_up=_weights(2, hidden, 2 * inner),
+        down=_weights(3, inner, hidden),
+        attention_norm=jnp.ones(hidden, jnp.bfloat16),
+        qkvf=_weights(4, hidden, heads * HEAD_DIM),
+    )
+    shared = {
+        "attended": _normal(5, (rows, hidden)),
+        "weights": weights,
+        "cos": jnp.ones((HEAD_DIM // 2, rows)),
+        "sin": jnp.zeros((HEAD_DIM // 2, rows)),
+    }
+
+    def step(residual: jax.Array, shared: dict[str, Any], own: Any) -> tuple[jax.Array, Any]:
+        return run(residual=residual, batch=size.batch, **shared)
+
+    residual = _normal(6, (hidden, rows))
+    return Chain(step=step, state=residual, shared=shared, inputs=[()], num_calls=size.calls)
+
+
 def fetch(size: Size, copy: Callable[..., jax.Array]) -> Chain:
     """Calls of ``copy(plan, pool, slots)``: 10 records for each KV head out of pinned host memory."""
     pool, slots, inputs = _copy_operands(size)
@@ -169,6 +203,10 @@ def write_back(size: Size, copy: Callable[..., jax.Array]) -> Chain:
         return copy(own, slots, pool), ()
 
     return Chain(step=step, state=pool, shared=slots, inputs=inputs, num_calls=size.calls)
+
+
+def _weights(seed: int, inner: int, outer: int) -> jax.Array:
+    return _normal(seed, (inner, outer)) * inner**-0.5
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:

@@ -22,6 +22,7 @@ from sparda_jax.bench._kernel_cases import Size
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.bench._timing import METHOD, Chain, seconds_per_call
 from sparda_jax.pallas_kernels.backend import Backend
+from sparda_jax.pallas_kernels.between_attentions import between_attentions
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode
 from sparda_jax.pallas_kernels.record_copy import fetch_records, write_back_records
 from sparda_jax.pallas_kernels.residency import plan_residency
@@ -78,6 +79,11 @@ def _selection_and_plan(scorer: Scorer, *, reference: Mapping[int, float], targe
     )
 
 
+def _between(backend: Backend) -> Callable[..., Any]:
+    heads = (cases.HEADS, cases.KV_HEADS, cases.KV_HEADS, cases.KV_HEADS)
+    return partial(between_attentions, heads=heads, eps=1e-6, residual_scale=0.25, backend=backend)
+
+
 # Microseconds, or GB/s for the copies. The reference is the published PyTorch code with its kernels, on the same H200.
 BENCHMARKS = {
     "select forecast": _selection(Scorer.FORECAST, reference={1: 23, 16: 187}, target={}),
@@ -105,6 +111,12 @@ BENCHMARKS = {
             width=cases.DENSE_WIDTH,
         ),
         floor=lambda size: 1e6 * size.seconds_for_records,
+    ),
+    "between attentions": Benchmark(
+        operations=("between_attentions",),
+        chain=lambda size, backend: cases.between(size, _between(backend)),
+        floor=lambda size: 1e6 * size.seconds_for_weights,
+        target=dict.fromkeys((1, 4, 16), 138.0),
     ),
     "fetch": Benchmark(
         operations=("record_copy",),

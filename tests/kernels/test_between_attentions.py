@@ -153,6 +153,7 @@ def test_behind_the_last_layer_there_are_no_projections(backend: Backend) -> Non
     check(make_case(SMALL, 9, 1, last=True), backend)
 
 
+@pytest.mark.slow
 def test_a_lane_does_not_depend_on_the_others() -> None:
     skip_without_hopper()
     case = make_case(SMALL, 3, 2)
