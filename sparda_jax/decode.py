@@ -24,13 +24,12 @@ from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import DecodePlan, Fetch
 from sparda_jax.layer_chain import LayerChain
 from sparda_jax.model import Decoder, DecoderLayer, Projections, rope_tables
-from sparda_jax.pallas_kernels.backend import Backend
 from sparda_jax.pallas_kernels.block_selection import Scorer, select_blocks_decode, select_blocks_with_scratch
 from sparda_jax.pallas_kernels.block_selection.reference import choose_blocks_decode
 from sparda_jax.pallas_kernels.compressed_keys import num_windows
 from sparda_jax.pallas_kernels.record_copy import fetch_records_queued, unpack_plan
 from sparda_jax.pallas_kernels.residency import plan_residency
-from sparda_jax.pallas_kernels.sparse_attention import attention_backend, sparse_attention_decode
+from sparda_jax.pallas_kernels.sparse_attention import sparse_attention_decode
 from sparda_jax.pallas_kernels.token_append import append_token, finish_window, write_token
 from sparda_jax.selection import Mode, group_heads, infinigen_query, partial_key_scores, random_scores
 from sparda_jax.streaming import LayerStream, newest_blocks
@@ -151,15 +150,11 @@ def decode_step(
             ahead = dataclasses.replace(ahead, copy_plan=copy_plan)
         # A layer that was looked at ahead waits for its fetch only here: its own products have run beside it, too.
         after = ahead.copy_plan if ahead and step.fetch_is_long else None
-        layer, listed = ready.layer, ready.slot_ids
-        # Where nothing has to be held back, attention takes the token as it is and the cache gets it afterwards.
-        attends_first = after is None and not stream and _takes_newest(step, q, layer)
-        newest = (k, v) if attends_first else None
-        if not attends_first:
-            layer = _append(step, layer, k, v, window=looked_ahead, after=after)
+        layer = _append(step, ready.layer, k, v, window=looked_ahead, after=after)
         if plan.compares:
             compared.append(_compare(step, dataclasses.replace(ready, layer=layer), q))
-        records = layer.slots
+        layer = write_partial_key(layer, k, position, step.block_table)
+        records, listed = layer.slots, ready.slot_ids
         if stream and plan.streams(index):
             records, listed, q = stream.take(index, layer, ready.slot_ids, q)
         out = sparse_attention_decode(
@@ -169,14 +164,8 @@ def decode_step(
             position + 1,
             usual=step.usual,
             result_lanes=chain.attended_lanes,
-            newest=newest,
             backend=plan.backends.sparse_attention,
         )
-        if attends_first:
-            # Else XLA would write the token first, to a copy of the slots.
-            out, k, v = jax.lax.optimization_barrier((out, k, v))
-            layer = _append(step, layer, k, v, window=looked_ahead, after=None)
-        layer = write_partial_key(layer, k, position, step.block_table)
         layers[index], previous = layer, projections
         segments = state.num_lanes * config.num_kv_heads
         missed = ready.copy_plan[:segments].reshape(state.num_lanes, config.num_kv_heads)
@@ -199,11 +188,6 @@ def decode_step(
 def _after(x: Float[Array, "batch hidden"], amount: Int[Array, "layers batch"]) -> Int[Array, "layers batch"]:
     """A count, for a kernel that waits for the stream: one that nothing waits for is slow beside a fetch."""
     return jnp.where((amount < 0) & (x[0, 0] > 0), 0, amount)
-
-
-def _takes_newest(step: _Step, q: Float[Array, "batch kv_heads group head_dim"], layer: LayerState) -> bool:
-    """Whether attention can read the newest token beside the records; the reference would copy them to do so."""
-    return attention_backend(q, layer.slots, step.plan.backends.sparse_attention) is Backend.MOSAIC_GPU
 
 
 def _finish_window(

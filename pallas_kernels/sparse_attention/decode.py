@@ -19,7 +19,6 @@ def sparse_attention_decode(
     *,
     usual: int | None = None,
     result_lanes: int | None = None,
-    newest: tuple[Float[Array, "batch kv_heads head_dim"], Float[Array, "batch kv_heads head_dim"]] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "lanes kv_heads group head_dim"]:
     """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed records (docs/semantics.md section 6).
@@ -41,7 +40,6 @@ def sparse_attention_decode(
         usual: how many records most lists have; None: as many as fit. Only the time depends on it.
         result_lanes: of the result, for a reader that wants more than the batch has; those beyond may hold anything.
             None: those of the batch.
-        newest: key and value of the token at ``length - 1``, where the last listed record does not hold them yet.
         backend: a name of `Backend`, or None for the fastest that runs here.
 
     Returns:
@@ -60,26 +58,14 @@ def sparse_attention_decode(
         raise ValueError(f"q is {q.dtype} and slots are {slots.dtype}: they must have the same dtype.")
     if usual is not None and usual < 1:
         raise ValueError(f"usual={usual} must be at least 1, or None.")
-    if newest is not None:
-        names = "batch kv_heads head_dim"
-        check_operands(FLOATS, sizes=sizes, newest_k=(newest[0], names), newest_v=(newest[1], names))
     lanes = q.shape[0] if result_lanes is None else result_lanes
     if lanes < q.shape[0]:
         raise ValueError(f"result_lanes={result_lanes} must be at least the batch of {q.shape[0]}, or None.")
-    chosen = attention_backend(q, slots, backend)
-    return _jitted(q, slots, slot_ids, lengths, newest, usual=usual, lanes=lanes, backend=chosen)
-
-
-def attention_backend(
-    q: Float[Array, "batch kv_heads group head_dim"],
-    slots: Float[Array, "slots rows head_dim"],
-    backend: str | None = None,
-) -> Backend:
-    """The backend that attends with such operands here; ``backend`` and errors as in `sparse_attention_decode`."""
     available = [Backend.REFERENCE, Backend.TRITON]
     if mosaic_gpu.takes(q, slots):
         available.append(Backend.MOSAIC_GPU)
-    return choose_backend(backend, "sparse_attention", available=available)
+    chosen = choose_backend(backend, "sparse_attention", available=available)
+    return _jitted(q, slots, slot_ids, lengths, usual=usual, lanes=lanes, backend=chosen)
 
 
 # One jit object for all layers, so that they share one lowering of the kernels.
@@ -89,16 +75,13 @@ def _jitted(
     slots: Array,
     slot_ids: Array,
     lengths: Array,
-    newest: tuple[Array, Array] | None,
     *,
     usual: int | None,
     lanes: int,
     backend: Backend,
 ) -> Array:
     if backend is Backend.MOSAIC_GPU:
-        return mosaic_gpu.slot_attention(q, slots, slot_ids, lengths, usual=usual, result_lanes=lanes, newest=newest)
-    if newest is not None:
-        slots = reference.with_newest(slots, slot_ids, lengths, *newest)
+        return mosaic_gpu.slot_attention(q, slots, slot_ids, lengths, usual=usual, result_lanes=lanes)
     kernels = reference if backend is Backend.REFERENCE else triton
     out = kernels.slot_attention(q, slots, slot_ids, lengths)
     return jnp.pad(out, ((0, lanes - q.shape[0]), (0, 0), (0, 0), (0, 0)))

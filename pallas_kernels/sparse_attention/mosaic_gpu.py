@@ -13,7 +13,6 @@ The products have their operands swapped, so that a group of 16 queries fills th
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,6 @@ def slot_attention(
     max_ctas: int = 264,
     usual: int | None = None,
     result_lanes: int | None = None,
-    newest: tuple[Array, Array] | None = None,
 ) -> Float[Array, "lanes kv_heads group head_dim"]:
     """See `sparse_attention_decode`; bf16, blocks of 64, groups up to 16, head_dim 64 or 128.
 
@@ -90,7 +88,7 @@ def slot_attention(
         run: parts that are added in a row, before other runs are.
         stages: records in a CTA's ring.
         max_ctas: a CTA takes as many parts as it needs for no more CTAs to have work, if it can.
-        usual, result_lanes, newest: as there; the CTAs are spread for lists of the usual length.
+        usual, result_lanes: as there; the CTAs are spread for lists of the usual length.
     """
     batch, kv_heads, group, head_dim = q.shape
     width = slot_ids.shape[2]
@@ -122,14 +120,14 @@ def slot_attention(
         plgpu.Barrier(num_barriers=stages),
     ]
     sums, peaks, totals = plgpu.kernel(
-        functools.partial(_sum_parts, split=split, has_newest=newest is not None),
+        functools.partial(_sum_parts, split=split),
         out_type=partials,
         grid=(batch, kv_heads, ctas_per_list),
         grid_names=("lane", "head", "cta"),
         scratch_types=scratch,
         compiler_params=_PARAMS,
         kernel_name="slot_attention_parts",
-    )(q, slots, slot_ids, lengths, *(newest or ()))
+    )(q, slots, slot_ids, lengths)
     out = plgpu.kernel(
         functools.partial(_add_parts, split=split),
         out_type=jax.ShapeDtypeStruct((result_lanes or batch, *q.shape[1:]), q.dtype),
@@ -142,13 +140,14 @@ def slot_attention(
     return out[:, :, :group]
 
 
-def _sum_parts(q, slots, slot_ids, lengths, *refs: Any, split: _Split, has_newest: bool) -> None:
+def _sum_parts(
+    q, slots, slot_ids, lengths, sums, peaks, totals, q_smem, ring, weights_smem, q_arrived, arrived, *,
+    split: _Split,
+) -> None:  # fmt: skip
     """The results of one CTA: values weighted by 2^(logit - peak), the peak, the sum of the weights (base 2).
 
     Nothing is written for a result without records.
     """
-    newest, refs = (refs[:2], refs[2:]) if has_newest else ((), refs)
-    sums, peaks, totals, q_smem, ring, weights_smem, q_arrived, arrived = refs
     lane, head, cta = (lax.axis_index(name) for name in ("lane", "head", "cta"))
     rows, head_dim = q.shape[2:]
     width = slot_ids.shape[2]
@@ -202,21 +201,11 @@ def _sum_parts(q, slots, slot_ids, lengths, *refs: Any, split: _Split, has_newes
         stored = jnp.where(following < 0, tail_rows, _BLOCK)
         plgpu.barrier_wait(arrived.at[stage])
 
-        @pl.when((following < 0) if newest else (stored < _BLOCK))
+        @pl.when(stored < _BLOCK)
         def _() -> None:
             # 0 * NaN is NaN: the values beyond the length have to go.
             row = plgpu.broadcasted_iota(jnp.int32, (_BLOCK, head_dim), 0, layout=wgmma)
-            values = jnp.where(row < stored, plgpu.layout_cast(v[...], wgmma), jnp.zeros((), v.dtype))
-            if newest:
-                new_k, new_v = (
-                    lax.broadcast_in_dim(
-                        plgpu.load(new.at[lane, head], layout=_ROW_SUMS, optimized=False), row.shape, [1]
-                    )
-                    for new in newest
-                )
-                k[...] = jnp.where(row == stored - 1, new_k, plgpu.layout_cast(k[...], wgmma))
-                values = jnp.where(row == stored - 1, new_v, values)
-            v[...] = values
+            v[...] = jnp.where(row < stored, plgpu.layout_cast(v[...], wgmma), jnp.zeros((), v.dtype))
             plgpu.commit_smem()
 
         def scores(product) -> Array:

@@ -86,19 +86,3 @@ def slot_attention(
 
     k, v = tokens(records[..., :block, :]), tokens(records[..., block:, :])
     return masked_attention(q[:, None], k, v, stored[:, :, None], stored)[:, 0]
-
-
-def with_newest(
-    slots: Float[Array, "slots rows head_dim"],
-    slot_ids: Int[Array, "batch kv_heads width"],
-    lengths: Int[Array, "batch"],
-    k: Float[Array, "batch kv_heads head_dim"],
-    v: Float[Array, "batch kv_heads head_dim"],
-) -> Float[Array, "slots rows head_dim"]:
-    """A copy of the slots in which each list's last record holds the token at ``length - 1``."""
-    block = slots.shape[1] // 2
-    listed = jnp.sum(jnp.cumprod(slot_ids >= 0, axis=-1), axis=-1)
-    last = jnp.take_along_axis(slot_ids, jnp.maximum(listed - 1, 0)[..., None], axis=-1)[..., 0]
-    slot = jnp.where(listed > 0, last, slots.shape[0])  # an index behind the end: the scatter drops it
-    row = ((lengths - 1) % block)[:, None]
-    return slots.at[slot, row].set(k, mode="drop").at[slot, row + block].set(v, mode="drop")
