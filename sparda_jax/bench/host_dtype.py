@@ -23,6 +23,7 @@ from sparda_jax.pretrain.tasks import EvalPrompt, eval_prompts, load_eval_tasks
 from sparda_jax.selection import Mode
 
 console = Console(soft_wrap=True)
+RECALL_PROMPTS = 200
 METHOD = (
     "single-needle prompts in RULER's wording, held out from training, the same for all formats. Each is prefilled on "
     "the device and then waits on the host, so that all its blocks come from the pool, in lanes with as few slots as a "
@@ -43,6 +44,8 @@ class Differences:
     divergence: float = 0.0
     largest_divergence: float = 0.0
     same_top: int = 0
+    spread: float = 0.0
+    """Standard deviations of the exact logits."""
 
     def add(self, ours: Float[np.ndarray, "rows vocab"], exact: Float[np.ndarray, "rows vocab"]) -> None:
         """Counts rows in."""
@@ -56,12 +59,14 @@ class Differences:
         self.largest = max(self.largest, float(off.max()))
         self.divergence += float(divergence.sum())
         self.largest_divergence = max(self.largest_divergence, float(divergence.max()))
+        self.spread += float(exact.std(1).sum())
         self.same_top += int((ours.argmax(1) == exact.argmax(1)).sum())
 
     def settings(self) -> dict[str, float]:
         """What a row says."""
         return {
             "positions": self.positions,
+            "logit_std": float(f"{self.spread / self.positions:.4g}"),
             "logit_error_mean": float(f"{self.total / self.values:.4g}"),
             "logit_error_max": float(f"{self.largest:.4g}"),
             "kl_max": float(f"{self.largest_divergence:.4g}"),
@@ -162,9 +167,10 @@ def host_dtype(
             f"--data {data}: no eval.npy there; `python -m sparda_jax.pretrain.prepare` writes it."
         )
     try:
-        asked = eval_prompts("single", length, prompts, seed, tasks=load_eval_tasks(data))
+        # The first ones of those that docs/results/sparda-mini-recall.json was measured with.
+        many = eval_prompts("single", length, max(prompts, RECALL_PROMPTS), seed, tasks=load_eval_tasks(data))
         served = SparDA.from_pretrained(model, mode=mode, max_model_len=length + EVAL_NEW_TOKENS)
-        rows = measure(served, asked, length=length, batch=batch)
+        rows = measure(served, many[:prompts], length=length, batch=batch)
     except (CheckpointError, ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     for row in rows:
