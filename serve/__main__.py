@@ -54,6 +54,10 @@ def main(
     host_pool_gib: Annotated[
         float | None, typer.Option(help="Size of the pinned host pool; all lanes at full length if left out.")
     ] = None,
+    kv_host_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        typer.Option(help="Keys and values on the host; int8 and fp8 (a scale per row) take half of bfloat16's bytes."),
+    ] = "auto",
     copy_ctas: Annotated[
         int | None,
         typer.Option(help="Thread blocks of the kernel that fetches blocks; timed at start if left out."),
@@ -151,6 +155,7 @@ def main(
             max_active=max_active,
             slots=slots,
             host_pool_gib=host_pool_gib,
+            kv_host_dtype=kv_host_dtype,
             copy_ctas=copy_ctas,
             prefix_cache=prefix_cache,
             sample_every=sample_every,

@@ -156,8 +156,12 @@ def _serve(settings: Settings, console: Console, listener: socket.socket) -> Non
         max_body_mib=settings.max_body_mib,
         upload_seconds=settings.upload_seconds,
     )
+    kept = settings.kv_host_dtype
     placement = Placement(
-        device=report.device.device_kind, slots_per_lane=shape.slots_per_lane, blocks_per_lane=shape.max_blocks
+        device=report.device.device_kind,
+        slots_per_lane=shape.slots_per_lane,
+        blocks_per_lane=shape.max_blocks,
+        kv_host_dtype=report.runner.dtype.name if kept == "auto" else kept,
     )
     profiler = None
     if settings.profile is not None:

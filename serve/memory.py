@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from sparda_jax.budget import Demand, MemoryPlan, plan_memory
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.cache.prefix import PrefixBlocks
 from sparda_jax.config import ConfigError
@@ -61,7 +62,12 @@ def plan_server(runner: Runner, settings: Settings) -> tuple[MemoryPlan, Limits]
     asked = settings.max_active
     host_pool = None if settings.host_pool_gib is None else int(settings.host_pool_gib * GIB)
     demand = demand_for(
-        runner.model, mode=runner.mode, max_model_len=runner.max_model_len, batch=asked or 1, host_pool=host_pool
+        runner.model,
+        mode=runner.mode,
+        max_model_len=runner.max_model_len,
+        batch=asked or 1,
+        host_pool=host_pool,
+        kv_host_dtype=KvHostDtype(settings.kv_host_dtype),
     )
     if settings.prefill_tokens is not None or settings.deterministic:
         demand = dataclasses.replace(demand, prefill_chunks=runner.prefill_chunks)
@@ -153,8 +159,10 @@ def describe(plan: MemoryPlan) -> str:
     """One line for the start-up table."""
     shape, everything = plan.shape, plan.shape.slots_per_lane >= plan.shape.max_blocks
     slots = "every block" if everything else f"{shape.slots_per_lane} of {shape.max_blocks} blocks"
+    packed = "" if shape.kv_host_dtype is KvHostDtype.AUTO else f" in {shape.kv_host_dtype.value} (--kv-host-dtype)"
     return (
         f"{shape.lanes} decode lanes (--max-active), each with slots for {slots} of a sequence (--slots): "
-        f"{gib(plan.first_layer + plan.slots)}; host pool of {shape.num_blocks} blocks (--host-pool-gib): "
+        f"{gib(plan.first_layer + plan.slots)}; host pool of {shape.num_blocks} blocks (--host-pool-gib)"
+        f"{packed}: "
         f"{gib(plan.host_pool)}; prefill {gib(plan.staging)}"
     )

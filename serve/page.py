@@ -41,11 +41,13 @@ class Placement:
         device: what computes, by its name.
         slots_per_lane: blocks of a lane in device memory, per layer and KV head.
         blocks_per_lane: blocks of the longest sequence.
+        kv_host_dtype: of keys and values on the host.
     """
 
     device: str
     slots_per_lane: int
     blocks_per_lane: int
+    kv_host_dtype: str
 
 
 class Stats:

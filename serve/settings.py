@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sparda_jax.assets import BUNDLED_MODEL
 
 DType = Literal["auto", "bfloat16", "float32"]
+HostDType = Literal["auto", "int8", "fp8"]
 # Decode lanes, where the planner's search ends, too.
 MAX_LANES = 4096
 # As browsers write it: lower case, no path.
@@ -30,6 +31,7 @@ class Settings:
         max_active: decode lanes; None: as many as fit into memory, 16 at most on a GPU and 4 on a CPU.
         slots: blocks of a lane in device memory, per layer and KV head; None: as many as fit.
         host_pool_gib: size of the host pool; None: every lane at its full length.
+        kv_host_dtype: what the host pool keeps of keys and values; auto: what the device has.
         copy_ctas: thread blocks of the kernel that fetches; None: the fewest that are about as fast as the best number.
         prefix_cache: whether finished blocks serve later prompts that begin alike.
         sample_every: every so many decode steps one is sampled for /metrics; 0: none; None: see ``memory.py``.
@@ -56,6 +58,7 @@ class Settings:
     max_active: int | None = None
     slots: int | None = None
     host_pool_gib: float | None = None
+    kv_host_dtype: HostDType = "auto"
     copy_ctas: int | None = None
     prefix_cache: bool = True
     sample_every: int | None = None
@@ -164,6 +167,11 @@ class Settings:
             raise SettingsError(
                 f"--sample-every {self.sample_every} is not allowed with --deterministic: sampled steps are another "
                 "program, which may round otherwise; leave one of them out"
+            )
+        if self.deterministic and self.kv_host_dtype != "auto":
+            raise SettingsError(
+                f"--kv-host-dtype {self.kv_host_dtype} is not allowed with --deterministic: a block that was on the "
+                "host comes back rounded, and which ones were depends on what else was asked; leave one of them out"
             )
         for option, path, there in (
             ("--model", self.model, self.model.is_dir()),

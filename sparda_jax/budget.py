@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pinning import GIB, pinned_bytes, pinned_limit_for
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch, check_streaming
 from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS
 from sparda_jax.logprobs import SCORED_TOKENS
 from sparda_jax.model import abstract_decoder
@@ -48,6 +49,7 @@ class Demand:
         fetch: when missing records are fetched; None: ahead where the mode can, else in turn. `fit.settle_fetch` makes
             None to a stream of whole layers where dense needs that.
         prefill_chunks: tokens of a prefill chunk, ascending.
+        kv_host_dtype: what the host pool keeps of keys and values.
 
     Raises:
         ConfigError: a number is too small, the host pool can't hold one sequence, or the mode can't fetch so.
@@ -62,9 +64,11 @@ class Demand:
     host_pool: int | None = None
     fetch: Fetch | None = None
     prefill_chunks: tuple[int, ...] = PREFILL_CHUNKS["gpu"]
+    kv_host_dtype: KvHostDtype = KvHostDtype.AUTO
 
     def __post_init__(self) -> None:
         _ = self.decode_plan  # which refuses what the mode can't do
+        check_streaming(self.fetch, self.kv_host_dtype)
         for flag, value, least in (("--max-model-len", self.max_model_len, 2), ("--batch", self.batch, 1)):
             if value < least:
                 raise ConfigError(f"{flag} {value} is not allowed: it must be at least {least}")
@@ -93,10 +97,10 @@ class Demand:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's records in all layers and KV heads."""
+        """Bytes of a block's records on the host, in all layers and KV heads."""
         config = self.config
-        row = config.head_dim * self.dtype.itemsize
-        return config.num_layers * config.num_kv_heads * 2 * config.sparse.block_size * row
+        record = host_record((2 * config.sparse.block_size, config.head_dim), self.dtype, self.kv_host_dtype)
+        return config.num_layers * config.num_kv_heads * record.size * record.dtype.itemsize
 
     @property
     def num_blocks(self) -> int:
@@ -150,7 +154,11 @@ class Demand:
                 + (", or no --slots: then whole layers are streamed where so many do not fit" if beyond else "")
             )
         return CacheShape(
-            lanes=self.batch, max_blocks=self.max_blocks, num_blocks=self.num_blocks, slots_per_lane=slots
+            lanes=self.batch,
+            max_blocks=self.max_blocks,
+            num_blocks=self.num_blocks,
+            slots_per_lane=slots,
+            kv_host_dtype=self.kv_host_dtype,
         )
 
 

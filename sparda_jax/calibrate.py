@@ -52,21 +52,23 @@ def calibrate_copies(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
     record: tuple[int, int],
     dtype: jnp.dtype,
+    held: jax.ShapeDtypeStruct,
 ) -> Calibration:
     """Times the fetch kernel on a GPU; takes the time of compiling it a few times, and some milliseconds.
 
     Args:
         device: that fetches; on anything but a GPU nothing is timed, and the kernel keeps its own number.
         record: rows and head_dim of a record.
-        dtype: of the records.
+        dtype: of the slots.
+        held: a record as the host pool holds it (`host_record`).
     """
     if device.platform != "gpu":
         return NO_CALIBRATION
-    pool = make_pool(device, record, dtype)
-    candidates = CANDIDATES.get(copy_backend(pool), ())
+    pool, slots = make_pool(device, held), jnp.zeros((RECORDS, *record), dtype, device=device)
+    candidates = CANDIDATES.get(copy_backend(pool, slots), ())
     if not candidates:
         return NO_CALIBRATION
-    rates = copy_rates(pool, candidates)
+    rates = copy_rates(pool, slots, candidates)
     return Calibration(settings=CopySettings(ctas=fewest(rates)), rates=rates)
 
 
@@ -77,29 +79,29 @@ def fewest(rates: Mapping[int, float]) -> int:
 
 def make_pool(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
-    record: tuple[int, int],
-    dtype: jnp.dtype,
-) -> Shaped[Array, "records rows head_dim"]:
-    """A small pool in ``pinned_host`` memory to fetch from."""
+    held: jax.ShapeDtypeStruct,
+) -> Shaped[Array, "records pool_rows head_dim"]:
+    """A small pool of such records in ``pinned_host`` memory to fetch from."""
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    return jax.device_put(np.ones((RECORDS, *record), dtype), host)
+    return jax.device_put(np.ones((RECORDS, *held.shape), held.dtype), host)
 
 
 def copy_rates(
-    pool: Shaped[Array, "records rows head_dim"],
+    pool: Shaped[Array, "records pool_rows head_dim"],
+    slots: Shaped[Array, "records rows head_dim"],
     candidates: Sequence[int],
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """Bytes per second of the fetch with each number of thread blocks.
+    """Bytes of the pool per second, of the fetch with each number of thread blocks.
 
     Args:
         pool: as of `make_pool`, whose device fetches.
+        slots: where to, as many as there are records; they are taken.
         candidates: the numbers.
         now: a clock, in seconds.
     """
     rng, device = np.random.default_rng(0), next(iter(pool.devices()))
     plans = jax.device_put(tuple(_random_plan(rng) for _ in range(CALLS)), device)
-    slots = jnp.zeros(pool.shape, pool.dtype, device=device)
 
     def program(ctas: int) -> Callable[[Array, Array, tuple[Array, ...]], Array]:
         def fetched(slots: Array, pool: Array, plans: tuple[Array, ...]) -> Array:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from sparda_jax.cache.partial_keys import write_partial_key
 from sparda_jax.cache.pool import Pools
@@ -110,7 +110,7 @@ def decode_step(
         of a layer that came as a whole, those that the lane reads.
     """
     config = model.config
-    step = _begin(config, state, new_blocks, plan, choose)
+    step = _begin(config, state, pools, new_blocks, plan, choose)
     position = step.position
     layers, copies, attended, compared = list(state.layers), [], [], []
     ahead: _Prepared | None = None
@@ -248,6 +248,7 @@ def _append(
 def _begin(
     config: ModelConfig,
     state: DecodeState,
+    pools: Pools,
     new_blocks: Int[Array, "batch"],
     plan: DecodePlan,
     choose: Choose | None,
@@ -273,11 +274,11 @@ def _begin(
         block_table=state.block_table.at[jnp.arange(state.num_lanes), begun].set(new_blocks, mode="drop"),
         width=width,
         usual=width if plan.mode is Mode.DENSE else min(sparse.num_selected_blocks, width),
-        fetch_is_long=_fetch_is_long(config, state),
+        fetch_is_long=_fetch_is_long(config, state, math.prod(pools[-1].shape[1:]) * pools[-1].dtype.itemsize),
     )
 
 
-def _fetch_is_long(config: ModelConfig, state: DecodeState) -> bool:
+def _fetch_is_long(config: ModelConfig, state: DecodeState, record_bytes: int) -> bool:
     """Whether copying a tenth of what a layer attends to takes half as long as its weights, or longer.
 
     Measured on both sides in docs/performance.md; where every block has a slot, nothing is copied.
@@ -288,7 +289,7 @@ def _fetch_is_long(config: ModelConfig, state: DecodeState) -> bool:
         return False
     columns = 2 * config.num_heads * config.head_dim + 3 * config.intermediate_size
     weights = config.hidden_size * columns * slots.dtype.itemsize
-    copied = state.num_lanes * heads * blocks * math.prod(slots.shape[1:]) * slots.dtype.itemsize / 10
+    copied = state.num_lanes * heads * blocks * record_bytes / 10
     return copied / _LINK_BYTES_PER_SECOND > weights / _HBM_BYTES_PER_SECOND / 2
 
 
@@ -327,7 +328,7 @@ def _prepare(
     step: _Step,
     index: int,
     layer: LayerState,
-    pool: Float[Array, "records rows head_dim"],
+    pool: Shaped[Array, "records pool_rows head_dim"],
     queries: Float[Array, "batch kv_heads group head_dim"],
     stored: Int[Array, "batch"],
     queue: Int[Array, "4"],

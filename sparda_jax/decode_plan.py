@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.pallas_kernels.record_copy import CopySettings
 from sparda_jax.selection import Mode
@@ -99,3 +100,13 @@ class DecodePlan:
             return max_blocks
         never_dense = self.mode is Mode.INFINIGEN
         return min(config.sparse.num_selected_blocks if never_dense else config.sparse.min_list_width, max_blocks)
+
+
+def check_streaming(fetch: Fetch | None, kv_host_dtype: KvHostDtype) -> None:
+    """Raises a ConfigError if whole layers are streamed out of a pool of packed records."""
+    if fetch is Fetch.STREAM and kv_host_dtype is not KvHostDtype.AUTO:
+        raise ConfigError(
+            f"--kv-host-dtype {kv_host_dtype.value} packs the records on the host, and fetch={fetch.value} attends to "
+            f"whole layers as they lie there: use --kv-host-dtype {KvHostDtype.AUTO.value}, or a mode that selects "
+            f"blocks (mode={Mode.DENSE.value} streams where slots for every block do not fit)"
+        )

@@ -31,14 +31,19 @@ def settle_fetch(demand: Demand, limits: Limits, slots_per_lane: int | None = No
         demand: a fetch that it names stays.
         limits: of the machine.
         slots_per_lane: slots that somebody asked for; they are kept to, so that nothing is streamed instead.
+
+    Raises:
+        ConfigError: it has to stream, and the host pool is to keep packed records.
     """
     if demand.fetch is not None:
         return demand
     fetch = demand.decode_plan.fetch
     if demand.mode is Mode.DENSE and slots_per_lane is None:
-        resident, stream = plan_memory(demand, demand.max_blocks), dataclasses.replace(demand, fetch=Fetch.STREAM)
-        if not _device_fits(resident, limits) and plan_memory(stream, stream.least_slots).device < resident.device:
-            return stream
+        resident = plan_memory(demand, demand.max_blocks)
+        if not _device_fits(resident, limits):
+            stream = dataclasses.replace(demand, fetch=Fetch.STREAM)
+            if plan_memory(stream, stream.least_slots).device < resident.device:
+                return stream
     return dataclasses.replace(demand, fetch=fetch)
 
 

@@ -10,7 +10,7 @@ from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.state import CacheShape
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch, check_streaming
 from sparda_jax.forward import Skew
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams
@@ -46,6 +46,7 @@ def check_lanes(
         raise ConfigError(
             f"sample_every={sample_every} compares selections, and fetch={plan.fetch.value} has none: use None"
         )
+    check_streaming(plan.fetch, shape.kv_host_dtype)
     least = plan.min_slots(config, shape.max_blocks)
     if min(shape.slots_of(layer) for layer in range(config.num_layers)) < least:
         beyond = plan.mode is Mode.DENSE and plan.fetch is Fetch.IN_TURN

@@ -341,14 +341,13 @@ class DecodeLanes:
 
     def note_stats(self) -> Callable[[], DecodeStats]:
         """Asks for what all steps so far did; the result gives it, and waits for these steps and for no later one."""
-        record = self._state.layers[0].slots
         counts = _copied(self._state.counts)
         for leaf in jax.tree.leaves(counts):
             leaf.copy_to_host_async()
         return functools.partial(
             DecodeStats.read,
             counts,
-            record_bytes=record.nbytes // record.shape[0],
+            record_bytes=self._pool.record_bytes,
             steps=self._steps,
             sampled_steps=self._compared,
             clock=dataclasses.replace(self._clock),

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparda_jax.budget import Demand, MemoryPlan, plan_memory
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.checkpoint import CheckpointError, open_weights
 from sparda_jax.config import ConfigError, ModelConfig
@@ -85,7 +86,8 @@ def _device_rows(plan: MemoryPlan, limits: Limits) -> Iterator[tuple[str, str]]:
 def _host_rows(plan: MemoryPlan, limits: Limits) -> Iterator[tuple[str, str]]:
     demand = plan.demand
     whole = demand.num_blocks // demand.max_blocks
-    yield f"pinned pool: {demand.num_blocks} blocks (whole sequences: {whole})", gib(plan.host_pool)
+    packed = "" if demand.kv_host_dtype is KvHostDtype.AUTO else f", in {demand.kv_host_dtype.value}"
+    yield f"pinned pool: {demand.num_blocks} blocks (whole sequences: {whole}){packed}", gib(plan.host_pool)
     yield "pinned besides: JAX's transfers and rounding", gib(host_needed(plan) - HOST_RESERVE - plan.host_pool)
     yield "the process itself", gib(HOST_RESERVE)
     yield "needed", gib(host_needed(plan))
@@ -158,6 +160,10 @@ def plan(
         float | None,
         typer.Option(min=0, max=_MOST_GIB, help="Size of the pinned pool; all lanes at full length if left out."),
     ] = None,
+    kv_host_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        typer.Option(help="Keys and values on the host; int8 and fp8 (a scale per row) take half of bfloat16's bytes."),
+    ] = "auto",
     device_gib: Annotated[
         float | None, typer.Option(min=0, max=_MOST_GIB, help="Device memory for JAX; this machine's if left out.")
     ] = None,
@@ -180,6 +186,7 @@ def plan(
             max_model_len=config.max_position_embeddings if max_model_len is None else max_model_len,
             batch=batch,
             host_pool=_bytes(host_pool_gib),
+            kv_host_dtype=KvHostDtype(kv_host_dtype),
         )
         limits = read_limits(_bytes(device_gib), _bytes(host_gib))
         demand = settle_fetch(demand, limits, slots)

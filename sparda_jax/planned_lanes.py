@@ -5,6 +5,7 @@ import logging
 
 from sparda_jax.budget import Demand
 from sparda_jax.cache.blocks import BlockAllocator
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.calibrate import NO_CALIBRATION, calibrate_copies
 from sparda_jax.decode_plan import Fetch
 from sparda_jax.fit import settle_fetch, shape_for
@@ -26,6 +27,7 @@ def demand_for(
     batch: int,
     host_pool: int | None = None,
     fetch: Fetch | None = None,
+    kv_host_dtype: KvHostDtype = KvHostDtype.AUTO,
 ) -> Demand:
     """What it takes to decode with a model: its weights as they are, and lanes.
 
@@ -37,6 +39,7 @@ def demand_for(
         host_pool: bytes of the host pool (``--host-pool-gib``); None: every lane at its full length.
         fetch: when missing records are fetched; None: ahead where the mode can, else in turn; but dense streams whole
             layers where the device can't hold a slot for every block.
+        kv_host_dtype: what the host pool keeps of keys and values (``--kv-host-dtype``).
 
     Raises:
         ConfigError: a number is too small, the host pool can't hold one sequence, or the mode can't fetch so.
@@ -50,6 +53,7 @@ def demand_for(
         batch=batch,
         host_pool=host_pool,
         fetch=fetch,
+        kv_host_dtype=kv_host_dtype,
     )
 
 
@@ -91,15 +95,18 @@ def planned_lanes(
         config, device = model.config, next(iter(model.embed_tokens.devices()))
         fetches = not demand.streams and shape.slots_per_lane < shape.max_blocks
         record = (2 * config.sparse.block_size, config.head_dim)
-        found = calibrate_copies(device, record, demand.dtype) if fetches else NO_CALIBRATION
+        held = host_record(record, demand.dtype, demand.kv_host_dtype)
+        found = calibrate_copies(device, record, demand.dtype, held) if fetches else NO_CALIBRATION
         copies, how = found.settings, str(found)
     logger.info(
-        "decode lanes: %d, each with slots for %d of %d blocks, mode=%s, fetch=%s, CTAs of a copy: %s (%s)",
+        "decode lanes: %d, each with slots for %d of %d blocks, mode=%s, fetch=%s, records on the host: %s, CTAs of a "
+        "copy: %s (%s)",
         shape.lanes,
         shape.slots_per_lane,
         shape.max_blocks,
         plan.mode.value,
         plan.fetch.value,
+        demand.dtype.name if shape.kv_host_dtype is KvHostDtype.AUTO else shape.kv_host_dtype.value,
         copies.ctas or "the kernel's own",
         how,
     )

@@ -12,6 +12,7 @@ import typer
 
 from sparda_jax.bench import decode as bench
 from sparda_jax.bench._step_profile import ProfileError, read_profile
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.config import SparseConfig
 from sparda_jax.decode_plan import Fetch
 from tests.core.support import toy
@@ -147,6 +148,22 @@ def test_floors_of_the_8b_shape() -> None:
     )
     assert hbm == pytest.approx((15.83e9 + 32 * 16 * 2 * (96 * 32768 + 2.097e6)) / 4.3e12, rel=0.005)
     assert copies == pytest.approx(31 * 16 * 2 * 10 * 32768 / 54e9)
+
+
+def test_packed_records_halve_the_floor_of_the_copies() -> None:
+    case = bench.Case(way="sparda", batch=16, context=131072, misses=10, kv_host_dtype=KvHostDtype.INT8)
+    hbm, copies = bench.floors(bench.SHAPES["minicpm4.1-8b"], case)
+    assert copies == pytest.approx(31 * 16 * 2 * 10 * (16384 + 512) / 54e9)
+    exact = dataclasses.replace(case, kv_host_dtype=KvHostDtype.AUTO)
+    assert hbm == bench.floors(bench.SHAPES["minicpm4.1-8b"], exact)[0]
+
+
+def test_steps_over_packed_records_miss_what_is_asked_for() -> None:
+    model = toy("deep").decoder
+    found = bench.measure(model, dataclasses.replace(CASE, kv_host_dtype=KvHostDtype.FP8))
+    assert found.misses == CASE.misses
+    # 128 rows of 16: 32 rows of words, and 8 of scales.
+    assert found.stats.record_bytes == 40 * 16 * 4
 
 
 def test_floors_of_dense_are_whole_layers() -> None:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sparda_jax.budget import Demand, MemoryPlan, plan_memory
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE
 from sparda_jax.cache.pool import HostPool
@@ -343,3 +344,36 @@ def test_a_sequence_of_a_few_blocks_is_resident() -> None:
     demand = dataclasses.replace(LARGE, max_model_len=100)
     assert demand.max_blocks == demand.least_slots == 2
     assert plan_memory(demand, 2).slots == 31 * 16 * 2 * 2 * 32768
+
+
+@pytest.mark.parametrize(("kv_host_dtype", "kept"), [(KvHostDtype.INT8, jnp.int32), (KvHostDtype.FP8, jnp.uint32)])
+def test_packed_records_take_half_the_host_memory(kv_host_dtype: KvHostDtype, kept: Any) -> None:
+    """A byte for each number and four for each row; the device's part stays what it was."""
+    packed = dataclasses.replace(LARGE, kv_host_dtype=kv_host_dtype)
+    assert LARGE.block_bytes == 32 * 2 * 128 * 128 * 2
+    assert packed.block_bytes == 32 * 2 * 128 * (128 + 4)
+    same = {"host_pool": 0, "demand": LARGE, "shape": None}
+    plans = [dataclasses.replace(plan_memory(demand, 160), **same) for demand in (LARGE, packed)]
+    assert plans[0] == plans[1]
+    host = limits(None, 128)
+    assert largest_batch(packed, host) >= 1.9 * largest_batch(LARGE, host)
+    pool = dataclasses.replace(packed, host_pool=64 * GIB)
+    assert pool.num_blocks == 64 * GIB // packed.block_bytes
+    demand = small(Mode.SPARDA, BFLOAT16, kv_host_dtype=kv_host_dtype)
+    plan = plan_memory(demand, 9)
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    made = HostPool(demand.config, plan.shape, BFLOAT16, host)
+    assert plan.host_pool == made.nbytes
+    assert made.arrays[0].dtype == kept
+    assert made.record_bytes * demand.config.num_kv_heads * demand.config.num_layers == demand.block_bytes
+
+
+def test_dense_streams_no_packed_records() -> None:
+    """With slots for everything they are as good as any; where layers had to be streamed, the way out is named."""
+    packed = dataclasses.replace(DENSE, kv_host_dtype=KvHostDtype.INT8)
+    roomy, narrow = limits(1024, 1024), limits(75, 1024)
+    assert settle_fetch(packed, roomy).fetch is Fetch.IN_TURN
+    assert settle_fetch(DENSE, narrow).fetch is Fetch.STREAM
+    for refused in (lambda: settle_fetch(packed, narrow), lambda: dataclasses.replace(packed, fetch=Fetch.STREAM)):
+        with pytest.raises(ConfigError, match=r"--kv-host-dtype int8 packs .* use --kv-host-dtype auto, or a mode"):
+            refused()

@@ -201,3 +201,14 @@ def test_numbers_beyond_any_machine_are_still_added_up() -> None:
     assert "error: device memory" in run(*small, "--batch", 1 << 20, code=1)
     assert "error: host memory" in run(*small, "--max-model-len", 1 << 30, code=1)
     assert "slots of the other 5 layers: 256 blocks" in run(*small, "--device-gib", 1 << 40, "--host-gib", 1 << 40)
+
+
+def test_packed_records_are_named_and_take_half() -> None:
+    output = run(*LARGE, "--batch", 16, "--device-gib", 80, "--host-gib", 128, "--kv-host-dtype", "fp8")
+    table = rows(output)
+    assert table["pinned pool: 32768 blocks (whole sequences: 16), in fp8"] == "33.00 GiB"
+    plain = rows(run(*LARGE, "--batch", 16, "--device-gib", 80, "--host-gib", 128))
+    fits = "sequences of 131072 tokens, 160 slots a lane"
+    assert int(table[fits]) > int(plain[fits])
+    refused = run(*LARGE, "--mode", "dense", "--batch", 16, "--device-gib", 80, "--kv-host-dtype", "int8", code=1)
+    assert "error: --kv-host-dtype int8 packs the records on the host" in refused

@@ -5,6 +5,7 @@ import runpy
 import typer
 
 from sparda_jax.bench.decode import decode
+from sparda_jax.bench.host_dtype import host_dtype
 from sparda_jax.bench.kernels import kernels
 from sparda_jax.bench.map import map_
 from sparda_jax.bench.overlap import overlap
@@ -25,6 +26,7 @@ app.command()(decode)
 app.command("map")(map_)
 app.command()(prefill)
 app.command()(overlap)
+app.command("host-dtype")(host_dtype)
 app.command()(plot)
 app.command()(step)
 

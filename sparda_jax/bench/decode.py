@@ -20,10 +20,11 @@ from sparda_jax.bench._kernel_cases import COPY_ENGINE_BYTES_PER_SECOND, HBM_BYT
 from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, slots_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.budget import Demand
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
-from sparda_jax.config import ModelConfig
+from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode import Choose
-from sparda_jax.decode_plan import DecodePlan, Fetch
+from sparda_jax.decode_plan import DecodePlan, Fetch, check_streaming
 from sparda_jax.fit import auto_slots
 from sparda_jax.lanes import state_first, step_and_sample
 from sparda_jax.machine import read_limits
@@ -84,6 +85,7 @@ class Case:
         room: slots that the arrays have place for; None: no more than are used. A program belongs to this number and
             not to `slots`, so cases that only differ in those can share one.
         pools: how many different pools the layers read, since making them takes about a second per GiB.
+        kv_host_dtype: of the records in them.
     """
 
     way: str
@@ -93,6 +95,7 @@ class Case:
     slots: int | None = None
     room: int | None = None
     pools: int = 2
+    kv_host_dtype: KvHostDtype = KvHostDtype.AUTO
 
     @property
     def plan(self) -> DecodePlan:
@@ -129,7 +132,12 @@ class Case:
             max_blocks=blocks,
             num_blocks=self.batch * blocks,
             slots_per_lane=self.room or self.slots_per_lane(config),
+            kv_host_dtype=self.kv_host_dtype,
         )
+
+    def host_record(self, config: ModelConfig, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """A record as the pools hold it."""
+        return host_record((2 * config.sparse.block_size, config.head_dim), dtype, self.kv_host_dtype)
 
 
 def weights_floor(config: ModelConfig) -> float:
@@ -142,7 +150,7 @@ def weights_floor(config: ModelConfig) -> float:
 def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     """Seconds that a step takes at least: for reading HBM (weights, compressed keys, records), and for the copies."""
     sparse, layers = config.sparse, config.num_layers
-    record = 2 * 2 * sparse.block_size * config.head_dim
+    record, held = 2 * 2 * sparse.block_size * config.head_dim, case.host_record(config, jnp.dtype(jnp.bfloat16))
     channels = case.plan.mode.partial_channels(config)
     # InfiniGen scores some channels of every key, the others all channels of every compressed key.
     keys = 2 * (case.context * channels or case.context // sparse.kernel_stride * config.head_dim)
@@ -150,7 +158,7 @@ def floors(config: ModelConfig, case: Case) -> tuple[float, float]:
     if case.plan.mode is Mode.DENSE:
         per_head = -(-case.context // sparse.block_size) * record
     cache = layers * case.batch * config.num_kv_heads * per_head
-    copied = (layers - 1) * case.batch * config.num_kv_heads * (case.misses or 0) * record
+    copied = (layers - 1) * case.batch * config.num_kv_heads * (case.misses or 0) * held.size * held.dtype.itemsize
     return weights_floor(config) + cache / HBM_BYTES_PER_SECOND, copied / COPY_ENGINE_BYTES_PER_SECOND
 
 
@@ -323,7 +331,8 @@ def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares
     plan = dataclasses.replace(case.plan, compares=compares, profiled=profiled)
     channels = case.plan.mode.partial_channels(config)
     state = jax.eval_shape(lambda: empty_state(config, shape, dtype, partial_channels=channels))
-    pool = jax.ShapeDtypeStruct(_pool_size(config, shape), dtype, sharding=_pinned())
+    held = case.host_record(config, dtype)
+    pool = jax.ShapeDtypeStruct((_pool_records(config, shape), *held.shape), held.dtype, sharding=_pinned())
     ids = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
     sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=0)] * case.batch))
     graphdef, weights = nnx.split(model)
@@ -344,8 +353,8 @@ def compile_step(model: Decoder, case: Case, *, profiled: bool = False, compares
     return Program(step=compiled, seconds=time.perf_counter() - began)
 
 
-def _pool_size(config: ModelConfig, shape: CacheShape) -> tuple[int, int, int]:
-    return shape.num_blocks * config.num_kv_heads, 2 * config.sparse.block_size, config.head_dim
+def _pool_records(config: ModelConfig, shape: CacheShape) -> int:
+    return shape.num_blocks * config.num_kv_heads
 
 
 def _pinned() -> jax.sharding.Sharding:
@@ -364,8 +373,9 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None, program:
     """
     config, dtype = model.config, model.embed_tokens.dtype
     check_misses(case, config)
-    shape = case.shape(config)
-    make = jax.jit(functools.partial(jnp.ones, _pool_size(config, shape), dtype), out_shardings=_pinned())
+    held = case.host_record(config, dtype)
+    size = (_pool_records(config, case.shape(config)), *held.shape)
+    make = jax.jit(functools.partial(jnp.ones, size, held.dtype), out_shardings=_pinned())
     few = [make() for _ in range(case.pools)]
     # Through HBM, so before the slots fill it.
     pools = tuple(few[index % len(few)] for index in range(config.num_layers))
@@ -399,8 +409,7 @@ def measure(model: Decoder, case: Case, *, profile: Path | None = None, program:
         return seconds
 
     def stats() -> DecodeStats:
-        slots = state.layers[0].slots
-        record = slots.nbytes // slots.shape[0]
+        record = held.size * held.dtype.itemsize
         return DecodeStats.read(state.counts, record_bytes=record, steps=steps_taken, clock=clock)
 
     warm_up, steps = case.steps
@@ -443,6 +452,7 @@ def _slots(text: str, config: ModelConfig, case: Case) -> int | None:
         has_forecast=True,
         max_model_len=case.context,
         batch=case.batch,
+        kv_host_dtype=case.kv_host_dtype,
     )
     return auto_slots(demand, read_limits())
 
@@ -458,6 +468,9 @@ def decode(
     slots: Annotated[
         str, typer.Option(help="HBM slots of a lane per layer and KV head; auto: as many as fit; least: few to spare.")
     ] = "least",
+    kv_host_dtype: Annotated[
+        str, typer.Option(help=f"Records on the host: {', '.join(KvHostDtype)}.")
+    ] = KvHostDtype.AUTO.value,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
     profile: Annotated[
@@ -478,6 +491,12 @@ def decode(
     counts = [None if text == "natural" else whole_numbers("--misses", text, 0)[0] for text in misses.split(",")]
     at_least("--context", context, 1)
     slots_of(slots)
+    kept = KvHostDtype(one_of("--kv-host-dtype", kv_host_dtype, list(KvHostDtype)))
+    try:
+        for name in ways:
+            check_streaming(WAYS[name][1], kept)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
     if jax.default_backend() != "gpu":
         raise typer.BadParameter("the benchmark needs an NVIDIA GPU, and JAX sees none here: run it on a GPU machine.")
     model = Decoder(config, has_forecast=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -486,7 +505,7 @@ def decode(
     for name in ways:
         for size in batches:
             for count in counts:
-                case = Case(way=name, batch=size, context=context, misses=count)
+                case = Case(way=name, batch=size, context=context, misses=count, kv_host_dtype=kept)
                 case = dataclasses.replace(case, slots=_slots(slots, config, case))
                 if case.streams and rows and (rows[-1].name, rows[-1].settings["batch"]) == (name, size):
                     continue  # dense misses the same whatever is asked for
@@ -502,6 +521,7 @@ def decode(
                             "batch": size,
                             "context": context,
                             "layers": config.num_layers,
+                            "kv_host_dtype": kept.value,
                             "slots": case.shape(config).slots_per_lane,
                             "floor_hbm_ms": round(1e3 * hbm, 3),
                             "floor_copy_ms": round(1e3 * copies, 3),

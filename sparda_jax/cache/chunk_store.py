@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from sparda_jax.cache.kv import LayerCache
 from sparda_jax.cache.pool import Pools
@@ -38,13 +38,13 @@ class ChunkStore:
 
     def write(
         self,
-        pool: Float[Array, "records rows head_dim"],
+        pool: Shaped[Array, "records pool_rows head_dim"],
         layer: LayerCache,
         *,
         chunk: int,
         block_size: int,
         backend: str | None = None,
-    ) -> Float[Array, "records rows head_dim"]:
+    ) -> Shaped[Array, "records pool_rows head_dim"]:
         """One layer's pool with the blocks that the chunk finishes, in place if it is donated.
 
         Args:

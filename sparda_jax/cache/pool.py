@@ -2,6 +2,8 @@
 
 Only this module and the programs it calls hold these arrays. A pool that anything else still views can't be donated,
 and a pool that is not donated would be copied whole by every write.
+
+The pool may keep packed records (`CacheShape.kv_host_dtype`): what writes to it packs them, what reads it unpacks them.
 """
 
 import functools
@@ -11,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from sparda_jax.cache.host_dtype import host_record
 from sparda_jax.cache.kv import KVCache, LayerCache
 from sparda_jax.cache.records import from_pages, from_records, to_records
 from sparda_jax.cache.state import CacheShape, DecodeState
 from sparda_jax.config import ModelConfig
 from sparda_jax.pallas_kernels.record_copy import fetch_records, pack_plan, write_back_records
 
-Pools = tuple[Float[Array, "records rows head_dim"], ...]
+Pools = tuple[Shaped[Array, "records pool_rows head_dim"], ...]
 
 
 class HostPool:
@@ -27,7 +30,7 @@ class HostPool:
 
     Args:
         config: the model.
-        shape: how many blocks the pool has.
+        shape: how many blocks the pool has, and what it keeps of their numbers.
         dtype: of the keys and values.
         host: where the arrays go: ``pinned_host`` memory of the device that copies them.
         backend: of the copy kernel, see `fetch_records`.
@@ -42,9 +45,9 @@ class HostPool:
         backend: str | None = None,
     ):
         records = shape.num_blocks * config.num_kv_heads
-        size = (records, 2 * config.sparse.block_size, config.head_dim)
+        record = host_record((2 * config.sparse.block_size, config.head_dim), dtype, shape.kv_host_dtype)
         # Made layer by layer: the zeros pass through HBM on their way to the host.
-        make = jax.jit(functools.partial(jnp.zeros, size, dtype), out_shardings=host)
+        make = jax.jit(functools.partial(jnp.zeros, (records, *record.shape), record.dtype), out_shardings=host)
         self._pools: Pools = tuple(jax.block_until_ready(make()) for _ in range(config.num_layers))
         self._config, self._backend = config, backend
         jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=(host,) * config.num_layers)
@@ -62,6 +65,11 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one record, as it lies here and travels."""
+        return self._pools[0].nbytes // self._pools[0].shape[0]
 
     @property
     def is_lost(self) -> bool:
@@ -118,7 +126,7 @@ class HostPool:
         return KVCache(layers=layers, lengths=lengths)
 
     def snapshot(self, layer: int) -> np.ndarray:
-        """A copy of one layer's records, for tests and debugging."""
+        """A copy of one layer's records as they lie here, for tests and debugging."""
         device = SingleDeviceSharding(next(iter(self._pools[layer].devices())))
         return np.array(jax.jit(lambda pool: jax.device_put(pool, device))(self._pools[layer]))
 
@@ -154,7 +162,7 @@ def _store_blocks(
 
 
 def _load_layer(
-    pool: Float[Array, "records rows head_dim"],
+    pool: Shaped[Array, "records pool_rows head_dim"],
     pages: Float[Array, "num_blocks kv_heads windows_per_block head_dim"],
     block_ids: Int[Array, "blocks"],
     num_blocks: Int[Array, ""],
@@ -166,9 +174,10 @@ def _load_layer(
     wanted = _records_of(block_ids, kv_heads)
     pairs = jnp.stack([wanted, jnp.arange(wanted.shape[0])], axis=-1)
     plan = pack_plan((num_blocks * kv_heads)[None], pairs[None])
-    empty = jnp.zeros((wanted.shape[0], *pool.shape[1:]), pool.dtype)
+    record = (2 * config.sparse.block_size, config.head_dim)
+    empty = jnp.zeros((wanted.shape[0], *record), pages.dtype)
     records = fetch_records(plan, pool, empty, segments=1, backend=backend)
-    k, v = from_records(records.reshape(1, -1, kv_heads, *pool.shape[1:]))
+    k, v = from_records(records.reshape(1, -1, kv_heads, *record))
     exists = (jnp.arange(block_ids.shape[0]) < num_blocks)[:, None, None, None]
     return LayerCache(
         k=k,

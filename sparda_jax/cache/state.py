@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparda_jax.adjusting import all_allowed
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.pallas_kernels.residency import Residency, empty_residency
 from sparda_jax.telemetry import Counts, no_counts
@@ -76,6 +77,7 @@ class CacheShape:
         max_blocks: blocks of the longest sequence.
         num_blocks: blocks of the host pool; each has a record per layer and KV head there, and a page per layer in HBM.
         slots_per_lane: HBM slots of a lane per layer and KV head; layer 0 keeps everything and has ``max_blocks``.
+        kv_host_dtype: what the host pool keeps of keys and values.
 
     Raises:
         ConfigError: there is no lane or no block.
@@ -85,6 +87,7 @@ class CacheShape:
     max_blocks: int
     num_blocks: int
     slots_per_lane: int
+    kv_host_dtype: KvHostDtype = KvHostDtype.AUTO
 
     def __post_init__(self) -> None:
         for name in ("lanes", "max_blocks", "num_blocks"):

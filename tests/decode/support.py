@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from sparda_jax.cache import KVCache
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.state import CacheShape
 from sparda_jax.decode import decode_step
 from sparda_jax.decode_plan import DecodePlan, Fetch
@@ -89,14 +90,22 @@ def make_lanes(
     lanes: int = 3,
     num_blocks: int = 3 * MAX_BLOCKS,
     sample_every: int | None = None,
+    kv_host_dtype: KvHostDtype = KvHostDtype.AUTO,
 ) -> DecodeLanes:
     """Empty lanes over a cache of NaN: whatever is read before it is written shows."""
     plan = DecodePlan(mode=mode, fetch=fetch, max_len=CAPACITY)
-    shape = CacheShape(lanes=lanes, max_blocks=MAX_BLOCKS, num_blocks=num_blocks, slots_per_lane=slots)
+    shape = CacheShape(
+        lanes=lanes,
+        max_blocks=MAX_BLOCKS,
+        num_blocks=num_blocks,
+        slots_per_lane=slots,
+        kv_host_dtype=kv_host_dtype,
+    )
     made = DecodeLanes(toy_of(mode).decoder, shape, plan, skew_of(mode), sample_every=sample_every)
     host = made._pool._pools[0].sharding
+    # All bits set are NaN, in the scales of packed records, too.
     made._pool._pools = tuple(
-        jax.device_put(np.full(pool.shape, np.nan, np.float32), host) for pool in made._pool._pools
+        jax.device_put(np.full(pool.shape, 0xFFFFFFFF, np.uint32).view(pool.dtype), host) for pool in made._pool._pools
     )
     poison = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, made._state)
     made._state = jax.device_put(poison, made._device)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sparda_jax import planned_lanes as module
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.calibrate import (
     CALLS,
     CANDIDATES,
@@ -51,19 +52,21 @@ def test_the_fewest_that_are_close_to_the_best() -> None:
 
 def test_rates_are_bytes_by_the_best_sample() -> None:
     """The clock is made up; the copies are real."""
-    candidates, record = (2, 5, 3), (4, 8)
+    candidates, held = (2, 5, 3), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     took = np.random.default_rng(4).uniform(1, 2, (SAMPLES, len(candidates)))
     # Each sample reads the clock before and after; between the samples it stands still.
     times = iter(np.repeat([0, *np.cumsum(took)], 2)[1:])
     device = jax.devices()[0]
-    rates = copy_rates(make_pool(device, record, jnp.dtype(jnp.float32)), candidates, lambda: float(next(times)))
+    pool = make_pool(device, held)
+    rates = copy_rates(pool, jnp.zeros(pool.shape, pool.dtype), candidates, lambda: float(next(times)))
     copied = REPLAYS * CALLS * SEGMENTS * COPIES * 4 * 8 * 4
     assert list(rates) == list(candidates)
     np.testing.assert_allclose(list(rates.values()), copied / took.min(axis=0))
 
 
 def test_a_cpu_is_not_timed() -> None:
-    found = calibrate_copies(jax.devices()[0], (128, 64), jnp.dtype(jnp.bfloat16))
+    held = jax.ShapeDtypeStruct((34, 64), jnp.int32)
+    found = calibrate_copies(jax.devices()[0], (128, 64), jnp.dtype(jnp.bfloat16), held)
     assert found is NO_CALIBRATION
     assert found.settings == CopySettings()
     assert str(found) == "not timed"
@@ -107,11 +110,12 @@ def test_planned_lanes_are_calibrated_where_they_fetch(
     demand = demand_for(MODEL, mode=Mode.SPARDA, max_model_len=1000, batch=2)
     lanes = planned_lanes(MODEL, demand, limits=NO_LIMITS, slots_per_lane=7)
     config = MODEL.config
-    assert asked == [(jax.devices()[0], (2 * config.sparse.block_size, config.head_dim), jnp.dtype(jnp.float32))]
+    record, dtype = (2 * config.sparse.block_size, config.head_dim), jnp.dtype(jnp.float32)
+    assert asked == [(jax.devices()[0], record, dtype, jax.ShapeDtypeStruct(record, dtype))]
     assert lanes.plan == dataclasses.replace(demand.decode_plan, copies=CopySettings(ctas=3))
     assert caplog.messages.pop() == (
-        "decode lanes: 2, each with slots for 7 of 16 blocks, mode=sparda, fetch=ahead, CTAs of a copy: 3 "
-        "(GB/s: 2: 40.0, 3: 49.5)"
+        "decode lanes: 2, each with slots for 7 of 16 blocks, mode=sparda, fetch=ahead, records on the host: "
+        "float32, CTAs of a copy: 3 (GB/s: 2: 40.0, 3: 49.5)"
     )
     own = planned_lanes(MODEL, demand, limits=NO_LIMITS, slots_per_lane=7, copies=CopySettings(ctas=6))
     assert own.plan.copies.ctas == 6
@@ -123,10 +127,12 @@ def test_planned_lanes_are_calibrated_where_they_fetch(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_host_dtype", list(KvHostDtype))
 @pytest.mark.parametrize("record", [(128, 128), (128, 64)])
-def test_on_a_gpu(record: tuple[int, int]) -> None:
+def test_on_a_gpu(record: tuple[int, int], kv_host_dtype: KvHostDtype) -> None:
     """The link of a server takes more than 20 GB/s."""
-    found = calibrate_copies(jax.devices()[0], record, jnp.dtype(jnp.bfloat16))
+    dtype = jnp.dtype(jnp.bfloat16)
+    found = calibrate_copies(jax.devices()[0], record, dtype, host_record(record, dtype, kv_host_dtype))
     print(found)
     assert tuple(found.rates) in (CANDIDATES[Backend.MOSAIC_GPU], CANDIDATES[Backend.TRITON])
     assert found.settings.ctas in found.rates

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,7 @@ def test_what_these_lanes_cannot_take_is_refused_and_costs_no_blocks() -> None:
 
 @pytest.mark.parametrize("name", ["lanes", "max_blocks", "num_blocks"])
 def test_a_cache_has_lanes_and_blocks(name: str) -> None:
-    sizes = {"lanes": 2, "max_blocks": 4, "num_blocks": 8, "slots_per_lane": 4} | {name: 0}
+    sizes: dict[str, Any] = {"lanes": 2, "max_blocks": 4, "num_blocks": 8, "slots_per_lane": 4} | {name: 0}
     with pytest.raises(ConfigError, match=f"{name}=0 is not allowed: it must be at least 1"):
         CacheShape(**sizes)
 

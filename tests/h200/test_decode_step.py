@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.cache.state import CacheShape, empty_state
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.decode_plan import GPU_OPTIONS, DecodePlan, Fetch
@@ -45,13 +46,16 @@ SHAPE = CacheShape(lanes=LANES, max_blocks=512, num_blocks=LANES * 512, slots_pe
 
 
 @functools.cache
-def compiled(mode: Mode, fetch: Fetch, *, compares: bool = False) -> Compiled:
+def compiled(
+    mode: Mode, fetch: Fetch, *, compares: bool = False, kv_host_dtype: KvHostDtype = KvHostDtype.AUTO
+) -> Compiled:
     plan = DecodePlan(mode=mode, fetch=fetch, compares=compares)
     graphdef, weights = nnx.split(abstract_decoder(CONFIG, has_forecast=True, dtype=jnp.bfloat16))
     channels = mode.partial_channels(CONFIG)
     state = jax.eval_shape(lambda: empty_state(CONFIG, SHAPE, jnp.bfloat16, partial_channels=channels))
-    pool = (SHAPE.num_blocks * CONFIG.num_kv_heads, 2 * CONFIG.sparse.block_size, CONFIG.head_dim)
-    pools = tuple(pinned_host(pool, jnp.bfloat16) for _ in range(LAYERS))
+    record = host_record((2 * CONFIG.sparse.block_size, CONFIG.head_dim), jnp.dtype(jnp.bfloat16), kv_host_dtype)
+    pool = (SHAPE.num_blocks * CONFIG.num_kv_heads, *record.shape)
+    pools = tuple(pinned_host(pool, record.dtype) for _ in range(LAYERS))
     ids = jax.ShapeDtypeStruct((LANES,), jnp.int32)
     sampling = jax.eval_shape(lambda: SamplingState.of([SamplingParams(seed=1)] * LANES))
     step = state_first(functools.partial(step_and_sample, graphdef, plan))
@@ -75,15 +79,17 @@ def small_copies(program: Compiled) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "fetch"),
+    ("mode", "fetch", "kv_host_dtype"),
     [
-        (Mode.SPARDA, Fetch.AHEAD),
-        pytest.param(Mode.SPARSE, Fetch.IN_TURN, marks=pytest.mark.slow),
-        pytest.param(Mode.INFINIGEN, Fetch.AHEAD, marks=pytest.mark.slow),
+        (Mode.SPARDA, Fetch.AHEAD, KvHostDtype.AUTO),
+        pytest.param(Mode.SPARSE, Fetch.IN_TURN, KvHostDtype.AUTO, marks=pytest.mark.slow),
+        pytest.param(Mode.INFINIGEN, Fetch.AHEAD, KvHostDtype.AUTO, marks=pytest.mark.slow),
+        pytest.param(Mode.SPARDA, Fetch.AHEAD, KvHostDtype.INT8, marks=pytest.mark.slow),
+        pytest.param(Mode.SPARDA, Fetch.AHEAD, KvHostDtype.FP8, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch) -> None:
-    program = compiled(mode, fetch)
+def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch, kv_host_dtype: KvHostDtype) -> None:
+    program = compiled(mode, fetch, kv_host_dtype=kv_host_dtype)
     assert program.launches == ["kCommandBuffer"]
     # Neither slots nor pages nor pools are copied; what is, is a few numbers per lane. InfiniGen's partial keys are
     # scored where they lie: gathered, those of one layer alone would be 16 MiB of temporaries.
@@ -109,11 +115,18 @@ def test_a_sampled_step_is_one_graph_in_place() -> None:
     assert program.memory_stats.temp_size_in_bytes < 8 << 20, "a group's scores are more than a Forecast's"
 
 
-@pytest.mark.parametrize("mode", [Mode.SPARDA, pytest.param(Mode.INFINIGEN, marks=pytest.mark.slow)])
-def test_a_fetch_waits_for_its_plan_and_the_fetch_before(mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kv_host_dtype"),
+    [
+        (Mode.SPARDA, KvHostDtype.AUTO),
+        pytest.param(Mode.INFINIGEN, KvHostDtype.AUTO, marks=pytest.mark.slow),
+        pytest.param(Mode.SPARDA, KvHostDtype.INT8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fetch_waits_for_its_plan_and_the_fetch_before(mode: Mode, kv_host_dtype: KvHostDtype) -> None:
     """In the graph nothing else leads to it, and a layer's kernels lie between its plan and its reader."""
     assert GPU_OPTIONS["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
-    program = compiled(mode, Fetch.AHEAD)
+    program = compiled(mode, Fetch.AHEAD, kv_host_dtype=kv_host_dtype)
     node = r"^ +(\d+): (\w+) +\[(?:prev=(\d+)[^|]*|source *)\| (?:next=(\d+)[^\]]*|sink *)\] (\S+)"
     nodes = re.findall(node, program.thunks, re.MULTILINE)
     # Mosaic kernels are custom calls without a name here, in the order of the scheduled HLO.

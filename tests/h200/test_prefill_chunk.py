@@ -11,6 +11,7 @@ from flax import nnx
 
 from sparda_jax.budget import Demand, prefill_workspace
 from sparda_jax.cache.chunk_store import ChunkStore, written_by
+from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.decode_plan import GPU_OPTIONS
 from sparda_jax.forward import forward
@@ -62,9 +63,11 @@ def test_a_long_chunk_takes_little_memory(mode: Mode) -> None:
     assert prefill_workspace(demand) < 1.5e9
 
 
-def test_finished_blocks_are_copied_beside_the_chunk() -> None:
+@pytest.mark.parametrize("kv_host_dtype", [KvHostDtype.AUTO, pytest.param(KvHostDtype.INT8, marks=pytest.mark.slow)])
+def test_finished_blocks_are_copied_beside_the_chunk(kv_host_dtype: KvHostDtype) -> None:
     """One graph in which a layer's records wait for its keys and values, and nothing waits for them."""
-    layers, pool_shape = 2, (64 * CONFIG.num_kv_heads, 2 * CONFIG.sparse.block_size, CONFIG.head_dim)
+    record = host_record((2 * CONFIG.sparse.block_size, CONFIG.head_dim), jnp.dtype(jnp.bfloat16), kv_host_dtype)
+    layers, pool_shape = 2, (64 * CONFIG.num_kv_heads, *record.shape)
     config = dataclasses.replace(CONFIG, num_layers=layers)
     graphdef, weights = nnx.split(abstract_decoder(config, has_forecast=True, dtype=jnp.bfloat16))
 
@@ -79,7 +82,7 @@ def test_finished_blocks_are_copied_beside_the_chunk() -> None:
     program = compile_for_h200(
         chunk,
         weights,
-        tuple(pinned_host(pool_shape, jnp.bfloat16) for _ in range(layers)),
+        tuple(pinned_host(pool_shape, record.dtype) for _ in range(layers)),
         jax.eval_shape(lambda: KVCache.empty(config, 1, LENGTH, jnp.bfloat16)),
         jax.ShapeDtypeStruct((1, CHUNK), jnp.int32),
         jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -90,7 +93,11 @@ def test_finished_blocks_are_copied_beside_the_chunk() -> None:
     assert program.launches == ["kCommandBuffer"]
     assert program.copies(1 << 20) == []
     stats = program.memory_stats
-    assert stats.host_alias_size_in_bytes == stats.host_output_size_in_bytes == layers * 2 * math.prod(pool_shape)
+    assert (
+        stats.host_alias_size_in_bytes
+        == stats.host_output_size_in_bytes
+        == layers * math.prod(pool_shape) * record.dtype.itemsize
+    )
     assert stats.host_temp_size_in_bytes == 0
     # Attention and the copies are Mosaic's, custom calls; only a copy has nothing behind it.
     calls = re.findall(r"^ +\d+: kCustomCall +\[prev=\d+[^|]*\| (next|sink)", program.thunks, re.MULTILINE)

@@ -29,7 +29,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def app(engine: Engine) -> FastAPI:
-    placement = Placement(device="a device", slots_per_lane=3, blocks_per_lane=5)
+    placement = Placement(device="a device", slots_per_lane=3, blocks_per_lane=5, kv_host_dtype="int8")
     return create_app(engine, TOKENIZER, INFO, Access(api_key="key"), placement)
 
 
@@ -82,6 +82,7 @@ def test_what_the_server_is(engine: Engine, app: FastAPI) -> None:
     expected = {
         "model": MODEL, "mode": "sparse", "status": "ready", "detail": "", "lanes": 4, "max_queue": 7, "chat": True,
         "needs_key": True, "max_model_len": 200, "device": "a device", "slots_per_lane": 3, "blocks_per_lane": 5,
+        "kv_host_dtype": "int8",
     }  # fmt: skip
     assert expected.items() <= server.items()
     assert "key" not in server
