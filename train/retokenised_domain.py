@@ -46,15 +46,16 @@ _NOTHING = Counts(samples=0, documents=0, tokens=0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """What is done as a whole or again: a file, or a shard; name and fingerprint tell it from others."""
+    """What is done as a whole or again: files of texts, or a shard; names and fingerprints tell it from others."""
 
-    path: Path
+    paths: list[Path]
     shard: mds.ShardInfo | None
-    name: str
-    fingerprint: str
+    identity: list[str]
 
     def samples(self) -> Iterator[Sample]:
-        return read_samples(self.path) if self.shard is None else read_shard(self.path, self.shard)
+        if self.shard is not None:
+            return read_shard(self.paths[0], self.shard)
+        return itertools.chain.from_iterable(map(read_samples, self.paths))
 
 
 def retokenise_domain(
@@ -71,8 +72,8 @@ def retokenise_domain(
     Raises:
         TrainingError: something can't be read, or ``folder`` is of other sources or another tokenizer.
     """
-    units = [unit for source in sources for unit in _units(source)]
-    plan = retokeniser.identity | {"units": [[unit.name, unit.fingerprint] for unit in units]}
+    units = list(_units(sources))
+    plan = retokeniser.identity | {"units": [unit.identity for unit in units]}
     _check_plan(folder, plan)
     if mds.is_mds(folder):
         _tidy(folder)
@@ -84,9 +85,8 @@ def retokenise_domain(
     for number, unit in enumerate(units):
         file = parts / f"{number:05}.json"
         if not file.is_file():
-            _write_json(
-                file, _convert(unit, mds.ShardWriter(folder, f"{number:05}", domain), retokeniser, done, progress)
-            )
+            writer = mds.ShardWriter(folder, f"{number:05}", domain)
+            _write_json(file, _convert(unit, writer, retokeniser, done, progress))
         record = json.loads(file.read_text())
         counts += Counts(**record["counts"])
         entries += record["shards"]
@@ -116,14 +116,27 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def _units(source: Source) -> Iterator[_Unit]:
-    if not source.path.is_dir():
-        yield _Unit(path=source.path, shard=None, name=source.path.name, fingerprint=digest(source.path))
-        return
-    fingerprint = mds_fingerprint(source.path)
-    for shard in mds.read_index(source.path):
-        name = shard.raw.path.relative_to(source.path).as_posix()
-        yield _Unit(path=source.path, shard=shard, name=f"{source.path.name}/{name}", fingerprint=fingerprint)
+def _units(sources: Sequence[Source]) -> Iterator[_Unit]:
+    files: list[Path] = []
+    size = 0
+    for source in sources:
+        if source.path.is_dir():
+            fingerprint = mds_fingerprint(source.path)
+            for shard in mds.read_index(source.path):
+                name = f"{source.path.name}/{shard.raw.path.relative_to(source.path).as_posix()}"
+                yield _Unit(paths=[source.path], shard=shard, identity=[name, fingerprint])
+            continue
+        files.append(source.path)
+        size += source.num_bytes
+        if size >= mds.SHARD_BYTES:  # small files share a shard
+            yield _of_files(files)
+            files, size = [], 0
+    if files:
+        yield _of_files(files)
+
+
+def _of_files(files: list[Path]) -> _Unit:
+    return _Unit(paths=files, shard=None, identity=[text for file in files for text in (file.name, digest(file))])
 
 
 def _convert(

@@ -150,12 +150,13 @@ def test_an_interrupted_call_goes_on(
 
     def counted(self: Retokeniser, sample: Any) -> Any:
         if len(encoded) == 25:
-            raise KeyboardInterrupt
+            raise RuntimeError("stopped")
         encoded.append(sample.place)
         return original(self, sample)
 
     monkeypatch.setattr(Retokeniser, "documents", counted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(mds, "SHARD_BYTES", 1)  # every file for itself
+    with pytest.raises(RuntimeError, match="stopped"):
         retokenise([src], dst, retokeniser)
     assert not list(dst.rglob("index.json"))
     (dst / "src" / "00002-00000.mds.tmp-1").write_text("left by a process that was killed")
@@ -200,6 +201,16 @@ def test_what_is_refused(tmp_path: Path, folders: dict[str, Path], retokeniser: 
     write_mds(dst / "c", columns, [])
     with pytest.raises(TrainingError, match="not written by this command"):
         retokenise([tmp_path / "c.txt"], dst, retokeniser)
+
+
+def test_small_files_share_a_shard(tmp_path: Path, folders: dict[str, Path], retokeniser: Retokeniser) -> None:
+    texts = random_texts(12)
+    (tmp_path / "src").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "src" / f"{number:02}.txt").write_text(text)
+    retokenise([tmp_path / "src"], tmp_path / "dst", retokeniser)
+    assert len(list((tmp_path / "dst" / "src").glob("*.mds"))) == 1
+    assert documents(load_corpus([tmp_path / "dst"], folders["own"], tmp_path / "cache")) == expected_of(texts, folders)
 
 
 def test_a_text_larger_than_a_shard(tmp_path: Path, folders: dict[str, Path]) -> None:

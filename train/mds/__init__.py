@@ -4,12 +4,13 @@ from sparda_jax.train.mds.columns import ArrayPlace
 from sparda_jax.train.mds.index import INDEX_FILE, ShardInfo, is_mds, read_index
 from sparda_jax.train.mds.samples import IDS, INDICES, TEXT, bounds, check_bounds, has_indices, kind
 from sparda_jax.train.mds.shard import Shard, open_shard
-from sparda_jax.train.mds.writer import ShardWriter, write_index
+from sparda_jax.train.mds.writer import SHARD_BYTES, ShardWriter, write_index
 
 __all__ = [
     "IDS",
     "INDEX_FILE",
     "INDICES",
+    "SHARD_BYTES",
     "TEXT",
     "ArrayPlace",
     "Shard",
