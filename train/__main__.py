@@ -100,7 +100,10 @@ def train(
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="At the end, draw curves.png (needs matplotlib).")] = False,
 ) -> None:
-    """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator."""
+    """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator.
+
+    ``python -m sparda_jax.train retokenise`` makes data of another tokenizer fit.
+    """
     try:
         if coordinator is not None:
             join(coordinator, num_processes, process_id)

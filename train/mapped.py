@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 
 from sparda_jax.train import mds
 from sparda_jax.train.errors import TrainingError
@@ -68,41 +68,50 @@ def _read_through(
     folder: Path, shards: list[mds.ShardInfo], target: Path, progress: Callable[[int], None]
 ) -> dict[str, Any]:
     """Writes what `map_tokens` reads, and returns the description."""
-    places: list[np.ndarray] = []
+    shares: list[tuple[np.ndarray, ...]] = []
     largest, done = -1, 0
     for number, info in enumerate(shards):
         shard = mds.open_shard(info, check_hashes=True)
         if info.stored is not info.raw:
             shard.save(target / _name(number))
-        for sample in range(len(shard)):
-            found, top = _documents(shard, sample, mds.has_indices(info))
-            places.append(np.insert(found, 0, number, axis=1))
+        if len(shard):
+            found, top = _documents(shard, mds.has_indices(info))
+            shares.append((np.full(len(found[0]), number, np.int32), *found))
             largest = max(largest, top)
         done += info.stored.num_bytes
         progress(done)
-    rows = np.concatenate(places) if places else np.zeros((0, 4), np.int64)
-    if not len(rows):
+    if not sum(len(share[0]) for share in shares):
         raise TrainingError(f"{folder} holds no token; leave it out")
-    np.savez(
-        target / _PLACES,
-        starts=np.concatenate([[0], np.cumsum(rows[:, 3])]),
-        numbers=rows[:, 0].astype(np.int32),
-        offsets=rows[:, 1],
-        codes=rows[:, 2].astype(np.uint8),
-    )
-    return {"largest": largest, "documents": len(rows), "tokens": int(rows[:, 3].sum())}
+    numbers, offsets, codes, lengths = (np.concatenate(arrays) for arrays in zip(*shares, strict=True))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    np.savez(target / _PLACES, starts=starts, numbers=numbers, offsets=offsets, codes=codes)
+    return {"largest": largest, "documents": len(lengths), "tokens": int(starts[-1])}
 
 
-def _documents(shard: mds.Shard, sample: int, divided: bool) -> tuple[Int64[np.ndarray, "documents 3"], int]:
-    """Byte offset, code of the dtype and length of each document in a sample, and the largest id."""
-    array, ids = shard.array(sample, mds.IDS), shard.value(sample, mds.IDS)
-    if array.dtype.name not in _DTYPES:
-        raise TrainingError(f"{shard.place(sample)}: {mds.IDS} are {array.dtype.name}; only whole numbers are ids")
-    lowest, top = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
-    if lowest < 0:
-        raise TrainingError(f"{shard.place(sample)} has the id {lowest}; ids are not negative")
-    pairs = mds.bounds(shard, sample, ids.size) if divided else np.array([[0, ids.size]])[: ids.size]
-    begins, ends = pairs.T
-    code = _DTYPES.index(array.dtype.name)
-    rows = [array.offset + begins * array.dtype.itemsize, np.full(len(pairs), code), ends - begins]
-    return np.stack(rows, axis=1).astype(np.int64), top
+def _documents(
+    shard: mds.Shard, divided: bool
+) -> tuple[
+    tuple[Int64[np.ndarray, " documents"], UInt8[np.ndarray, " documents"], Int64[np.ndarray, " documents"]], int
+]:
+    """Byte offset, code of the dtype and length of each document of a shard, and the largest id."""
+    offsets, codes, sizes = (np.empty(len(shard), np.int64) for _ in range(3))
+    pairs: list[np.ndarray] = []
+    largest = -1
+    for sample in range(len(shard)):
+        place = shard.array(sample, mds.IDS)
+        if place.dtype.name not in _DTYPES:
+            raise TrainingError(f"{shard.place(sample)}: {mds.IDS} are {place.dtype.name}; only whole numbers are ids")
+        if place.count:
+            ids = shard.numbers(place)
+            lowest, top = int(ids.min()), int(ids.max())
+            if lowest < 0:
+                raise TrainingError(f"{shard.place(sample)} has the id {lowest}; ids are not negative")
+            largest = max(largest, top)
+        whole = np.array([[0, place.count]])[: place.count]
+        pairs.append(mds.bounds(shard, sample, place.count) if divided else whole)
+        offsets[sample], codes[sample] = place.offset, _DTYPES.index(place.dtype.name)
+        sizes[sample] = place.dtype.itemsize
+    counts = [len(found) for found in pairs]
+    begins, ends = np.concatenate(pairs).T
+    first = np.repeat(offsets, counts) + begins * np.repeat(sizes, counts)
+    return (first, np.repeat(codes, counts).astype(np.uint8), ends - begins), largest

@@ -1,6 +1,7 @@
 """MDS shards built byte by byte, read back: every encoding, compression and damage; and as documents of a corpus."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,12 @@ class TestShards:
         with pytest.raises(TrainingError, match=r"shard\.00000\.mds.*fetch it again"):
             mds.open_shard(info)
 
+    def test_without_zstandard(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_mds(tmp_path, {"text": "str"}, [[{"text": "a"}]], compression="zstd")
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(TrainingError, match=r"shard\.00000\.mds\.zstd needs zstandard, which is not installed"):
+            mds.open_shard(mds.read_index(tmp_path)[0])
+
     def test_an_unknown_compression(self, tmp_path: Path) -> None:
         write_mds(tmp_path, {"text": "str"}, [[{"text": "a"}]], compression="gz")
         index = tmp_path / "index.json"
@@ -175,6 +182,10 @@ class TestShards:
         (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": []} | changed))
         with pytest.raises(TrainingError, match=message):
             mds.read_index(tmp_path)
+
+    def test_an_empty_shard(self, tmp_path: Path) -> None:
+        write_mds(tmp_path, {"text": "str"}, [[], [{"text": "a"}]])
+        assert [d.content for d in read_documents(tmp_path)] == ["a"]
 
     def test_no_file_outside_the_folder_is_read(self, tmp_path: Path) -> None:
         write_mds(tmp_path, {"text": "str"}, [[{"text": "a"}]])

@@ -70,6 +70,10 @@ class Shard:
         """
         return self._read(array_place, sample, column)
 
+    def numbers(self, place: ArrayPlace) -> np.ndarray:
+        """The numbers of an array, one behind the other; a view of the file."""
+        return np.frombuffer(self._data, place.dtype, place.count, place.offset)
+
     def _read(self, how: Callable[..., Any], sample: int, name: str) -> Any:
         begin, stop = int(self._offsets[sample]), int(self._offsets[sample + 1])
         place = begin + 4 * self._variable
