@@ -23,11 +23,18 @@ from sparda_jax.serve.__main__ import main as serve
 from sparda_jax.serve.access import GUARDED
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
-from sparda_jax.train.__main__ import train
+from sparda_jax.train.__main__ import retokenise_command, train
 from tests.serve.fakes import TOKENIZER, FakeRunner
 
 # What whoever runs a server calls; the other commands have --help.
-COMMANDS = {"serve": serve, "plan": plan, "convert": convert, "train": train, "bench serve": bench_serve}
+COMMANDS = {
+    "serve": serve,
+    "plan": plan,
+    "convert": convert,
+    "train": train,
+    "train retokenise": retokenise_command,
+    "bench serve": bench_serve,
+}
 _INTRODUCTION = """\
 # Reference
 

@@ -20,8 +20,9 @@ from sparda_jax.assets import BUNDLED_MODEL
 ROOT = Path(__file__).parents[1]
 LINKED = ("pallas_kernels", "train", "serve")
 LOCKS = ("base", "dev", "cuda", "cuda12", "h200-compiler")
-# Imported only where installed (conversion checks against them, curves are drawn with one); never required.
-OPTIONAL = {"matplotlib", "torch", "transformers"}
+# Imported only where installed (conversion checks against them, curves are drawn with one, files of training data are
+# read with two); never required.
+OPTIONAL = {"matplotlib", "pyarrow", "torch", "transformers", "zstandard"}
 # Libraries of the server and of the tests, which the model, the kernels and the training must run without.
 NOT_IN_CORE = {
     "beartype",

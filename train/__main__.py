@@ -1,34 +1,51 @@
-"""``python -m sparda_jax.train``: trains the Forecast of a frozen model."""
+"""``python -m sparda_jax.train``: trains the Forecast of a frozen model; ``... retokenise`` makes data fit a model."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from sparda_jax.checkpoint import CheckpointError
 from sparda_jax.config import ConfigError, ModelConfig
-from sparda_jax.tokenizer import TokenizerError
+from sparda_jax.tokenizer import Tokenizer, TokenizerError
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.divergence import Objective
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import Start
 from sparda_jax.train.processes import is_first, join
+from sparda_jax.train.retokenise import report
+from sparda_jax.train.retokeniser import Retokeniser
 from sparda_jax.train.run import RunFiles, run
 
 PROGRAMS = "programs"
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+class _TrainsByDefault(TyperGroup):
+    """Arguments that begin with no command's name are those of ``train``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args[:1] and args[0] in self.commands else ["train", *args])
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, cls=_TrainsByDefault)
 
 
 @app.command()
 def train(
     model: Annotated[Path, typer.Option(help="Folder of the base model (Hugging Face, or converted); it stays as is.")],
-    data: Annotated[list[Path], typer.Option(help="A .txt or .jsonl file, or a folder of them; may be repeated.")],
+    data: Annotated[
+        list[Path], typer.Option(help="A .txt, .jsonl or .parquet file, an MDS data set, or a folder of them.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, metrics, tokenised text.")],
     validation: Annotated[
         list[Path] | None, typer.Option(help="Texts to validate with. Without: documents are held out of --data.")
+    ] = None,
+    mix: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=WEIGHT for each domain of --data, or prolong: the published ones. Without: as found."),
     ] = None,
     validation_rows: Annotated[
         int, typer.Option(help="Documents to validate with, at most; 0: none.")
@@ -83,7 +100,10 @@ def train(
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="At the end, draw curves.png (needs matplotlib).")] = False,
 ) -> None:
-    """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator."""
+    """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator.
+
+    ``python -m sparda_jax.train retokenise`` makes data of another tokenizer fit.
+    """
     try:
         if coordinator is not None:
             join(coordinator, num_processes, process_id)
@@ -112,6 +132,7 @@ def train(
             dtype=dtype,
             data=data,
             validation=validation or (),
+            mixture=mix or (),
             out=out,
             cache=cache,
             init_forecast=init_forecast,
@@ -124,6 +145,27 @@ def train(
         )
         run(config, files, Console(quiet=not is_first()))
     except (TrainingError, CheckpointError, ConfigError, TokenizerError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command("retokenise")
+def retokenise_command(
+    src: Annotated[list[Path], typer.Argument(help="What --data takes: texts, or ids of another tokenizer.")],
+    dst: Annotated[Path, typer.Argument(help="Folder to write into: a data set for each domain.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the model or tokenizer whose ids are made.")],
+    source_tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer that made the ids in SRC; texts need none.")
+    ] = None,
+) -> None:
+    """Make token ids for a model from texts or from another tokenizer's ids, in MDS shards; documents stay apart.
+
+    A call that was interrupted goes on when it is made again.
+    """
+    try:
+        source = None if source_tokenizer is None else Tokenizer.from_pretrained(source_tokenizer)
+        report(src, dst, Retokeniser(Tokenizer.from_pretrained(tokenizer), source), Console())
+    except (TrainingError, CheckpointError, TokenizerError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

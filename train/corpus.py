@@ -1,30 +1,23 @@
-"""A tokenised corpus: made once from text, kept in a folder named after its contents, mapped into memory from there."""
+"""A corpus: all documents to train on as token ids, tokenised once or read where they lie."""
 
 import dataclasses
 import functools
 import hashlib
-import itertools
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64, UInt
+from jaxtyping import Int64
 
-from sparda_jax.checkpoint.atomic import atomic_folder
-from sparda_jax.checkpoint.errors import CheckpointError
 from sparda_jax.config import ModelConfig
 from sparda_jax.tokenizer import Tokenizer
-from sparda_jax.train.documents import Document, find_files, read_documents
+from sparda_jax.train import mds
 from sparda_jax.train.errors import TrainingError
-
-_FORMAT = 1
-_TOKENS, _STARTS, _DESCRIPTION = "tokens.bin", "starts.npy", "corpus.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-# Documents that the threads share out; the texts of so many are in memory at a time.
-_BATCH = 256
+from sparda_jax.train.mapped import map_tokens, mds_fingerprint
+from sparda_jax.train.sources import Source, find_sources
+from sparda_jax.train.token_arrays import JoinedTokens, TokenArray
+from sparda_jax.train.tokenise import texts_fingerprint, tokenise
+from sparda_jax.train.vocabulary import check_made_for
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of text that are done and all bytes."""
@@ -35,14 +28,16 @@ class Corpus:
     """Documents as token ids, one after the other.
 
     Attributes:
-        tokens: uint16, or uint32 for a vocabulary of more than 65536; usually a memory map.
+        tokens: of some integer dtype; usually a memory map, or several.
         starts: document i is ``tokens[starts[i] : starts[i + 1]]``.
-        fingerprint: hash of the texts and the tokenizer.
+        fingerprint: hash of the contents and the tokenizer.
+        domains: the numbers of each domain's documents.
     """
 
-    tokens: UInt[np.ndarray, " tokens"]
+    tokens: TokenArray
     starts: Int64[np.ndarray, " documents_plus_one"]
     fingerprint: str
+    domains: Mapping[str, Int64[np.ndarray, " documents"]] = dataclasses.field(default_factory=dict)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " documents"]:
@@ -72,82 +67,66 @@ def load_corpus(
 ) -> Corpus:
     """Tokenises the texts, or takes what an earlier call with the same texts and tokenizer left in ``cache``.
 
-    Every document begins as a prompt does: with the one BOS of a model that wants it.
+    Every text begins as a prompt does: with the one BOS of a model that wants it. Token ids are taken as they are; MDS
+    shards of them are read where they lie.
 
     Args:
-        paths: see :func:`~sparda_jax.train.documents.find_files`.
+        paths: see :func:`~sparda_jax.train.sources.find_sources`.
         tokenizer_folder: holds ``tokenizer.json``.
-        cache: a folder named after the fingerprint is made in it, whole or not at all.
+        cache: for the texts, and for each data set of ids, a folder named after the fingerprint is made in
+            it, whole or not at all.
         progress: of the tokenising; not called when the cache has it.
 
     Raises:
-        TrainingError: there is no text, a file can't be read, or ``cache`` can't be written.
+        TrainingError: there is no text, something can't be read, or ``cache`` can't be written.
         TokenizerError: the tokenizer can't be read.
     """
-    files = find_files(paths)
+    sources = find_sources(paths)
     tokenizer = Tokenizer.from_pretrained(tokenizer_folder)
-    fingerprint = _fingerprint(files, tokenizer_folder)
-    folder = cache / fingerprint[:16]
-    if not (folder / _DESCRIPTION).is_file():
-        try:
-            with atomic_folder(folder, overwrite=False, marker=_DESCRIPTION) as temporary:
-                _write(files, tokenizer, fingerprint, temporary, progress)
-        except CheckpointError:
-            # Another process of this run may have been quicker.
-            if not (folder / _DESCRIPTION).is_file():
-                raise
-        except OSError as error:
-            raise TrainingError(
-                f"{cache}: the tokenised text can't be kept there ({error}); make room, or name another folder with "
-                "--cache"
-            ) from error
-    return _map(folder, fingerprint)
+    texts = [source for source in sources if not _holds_ids(source)]
+    total, done = sum(source.num_bytes for source in sources), 0
+    parts: list[Corpus] = []
+    for group in ([texts] if texts else []) + [[source] for source in sources if source not in texts]:
+        report = functools.partial(lambda base, more: progress(base + more, total), done)
+        if group is texts:
+            fingerprint = texts_fingerprint(texts, tokenizer_folder)
+            tokens, starts, counts = tokenise(texts, tokenizer, cache, fingerprint, report)
+        else:
+            folder = group[0].path
+            check_made_for(folder, tokenizer)
+            fingerprint = mds_fingerprint(folder)
+            tokens, starts = map_tokens(folder, cache, fingerprint, tokenizer.vocab_size, report)
+            counts = np.array([len(starts) - 1])
+        domains = _documents_of(group, counts)
+        parts.append(Corpus(tokens=tokens, starts=starts, fingerprint=fingerprint, domains=domains))
+        done += sum(source.num_bytes for source in group)
+    return _join(parts)
 
 
-def _fingerprint(files: Sequence[Path], tokenizer_folder: Path) -> str:
-    whole = hashlib.sha256(f"{_FORMAT}".encode())
-    tokenizer_files = (tokenizer_folder / name for name in _TOKENIZER_FILES)
-    for file in itertools.chain(files, (f for f in tokenizer_files if f.is_file())):
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        whole.update(f"{file.suffix} {digest}\n".encode())
-    return whole.hexdigest()
+def _holds_ids(source: Source) -> bool:
+    return source.path.is_dir() and mds.kind(source.path, mds.read_index(source.path)) == mds.IDS
 
 
-def _write(files: Sequence[Path], tokenizer: Tokenizer, fingerprint: str, folder: Path, progress: Progress) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    total, done = sum(file.stat().st_size for file in files), 0
-    progress(done, total)
-    lengths: list[int] = []
-    documents: Iterator[Document] = itertools.chain.from_iterable(map(read_documents, files))
-    encode = functools.partial(_encode, tokenizer)
-    with ThreadPoolExecutor(os.cpu_count()) as threads, (folder / _TOKENS).open("wb") as stream:
-        for batch in itertools.batched(documents, _BATCH):
-            for document, ids in zip(batch, threads.map(encode, batch), strict=True):
-                stream.write(np.asarray(ids, dtype).tobytes())
-                lengths.append(len(ids))
-                done += document.num_bytes
-            progress(done, total)
-    if not lengths:
-        raise TrainingError(f"no text in {', '.join(map(str, files[:5]))}{', ...' if len(files) > 5 else ''}")
-    progress(total, total)
-    np.save(folder / _STARTS, np.cumsum([0, *lengths], dtype=np.int64))
-    description = {"dtype": dtype.name, "tokens": sum(lengths), "fingerprint": fingerprint}
-    (folder / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+def _documents_of(group: Sequence[Source], counts: Int64[np.ndarray, " sources"]) -> dict[str, np.ndarray]:
+    """Numbers of each domain's documents, of which each source has ``counts``."""
+    names = list(dict.fromkeys(source.domain for source in group))
+    domain_of = np.repeat([names.index(source.domain) for source in group], counts)
+    return {name: np.flatnonzero(domain_of == number) for number, name in enumerate(names)}
 
 
-def _encode(tokenizer: Tokenizer, document: Document) -> list[int]:
-    return tokenizer.encode(document.text)
-
-
-def _map(folder: Path, fingerprint: str) -> Corpus:
-    try:
-        description = json.loads((folder / _DESCRIPTION).read_text())
-        starts = np.load(folder / _STARTS, mmap_mode="r")
-        tokens = np.memmap(folder / _TOKENS, description["dtype"], "r")
-        whole = description["fingerprint"] == fingerprint and starts[-1] == tokens.size == description["tokens"]
-    except (OSError, ValueError, KeyError) as error:
-        raise TrainingError(f"{folder} is damaged ({error}); remove it, and it is made again") from error
-    if not whole:
-        raise TrainingError(f"{folder} does not hold the tokens that it describes; remove it, and it is made again")
-    return Corpus(tokens=tokens, starts=starts, fingerprint=fingerprint)
+def _join(parts: Sequence[Corpus]) -> Corpus:
+    if len(parts) == 1:
+        return parts[0]
+    starts, domains = [np.zeros(1, np.int64)], {}
+    for part in parts:
+        before = sum(map(len, starts)) - 1
+        for domain, documents in part.domains.items():
+            domains[domain] = np.concatenate([domains.get(domain, documents[:0]), documents + before])
+        starts.append(part.starts[1:] + starts[-1][-1])
+    fingerprints = "\n".join(part.fingerprint for part in parts)
+    return Corpus(
+        tokens=JoinedTokens([part.tokens for part in parts]),
+        starts=np.concatenate(starts),
+        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
+        domains=domains,
+    )

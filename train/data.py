@@ -1,7 +1,7 @@
 """Batches: a function of (seed, number) alone, whichever process asks and whatever was asked before."""
 
 import dataclasses
-import functools
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -9,7 +9,9 @@ from jaxtyping import Int32, Int64
 from sparda_jax.config import SparseConfig
 from sparda_jax.train.corpus import Corpus
 from sparda_jax.train.errors import TrainingError
-from sparda_jax.train.packing import Packing, Pieces, cut, pack, shortest_document
+from sparda_jax.train.mixture import MixedRows, ShuffledRows
+from sparda_jax.train.packing import Packing, Pieces, cut, join, pack, shortest_document
+from sparda_jax.train.token_arrays import TokenArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,18 @@ class TrainingRows:
         sparse: of the model.
         seed: of the order.
         batch_rows: rows of a batch, over all processes.
+        mixture: from `read_mixture`; a row has documents of one domain then, and every domain its own epochs. Empty:
+            domains don't count.
         process, num_processes: this process gets the rows ``process * n .. process * n + n - 1`` of every batch,
             ``n = batch_rows / num_processes``.
 
+    Attributes:
+        packing: of all rows, a domain's one behind the other.
+        domain_rows: how many there are of each domain of the mixture.
+
     Raises:
-        TrainingError: no document is long enough, or the rows of a batch can't be shared out evenly.
+        TrainingError: no document, or none of a domain, is long enough, or the rows of a batch can't be shared out
+            evenly.
     """
 
     def __init__(
@@ -74,15 +83,32 @@ class TrainingRows:
         sparse: SparseConfig,
         seed: int,
         batch_rows: int,
+        mixture: Mapping[str, int] = {},
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
         if batch_rows % num_processes:
             raise TrainingError(f"{batch_rows} rows a step can't be shared out evenly to {num_processes} processes")
-        pieces = cut(corpus.starts[documents], corpus.lengths[documents], seq_len, shortest_document(sparse))
-        self.packing = pack(pieces, seq_len, sparse.block_size)
+
+        def packed(chosen: Int64[np.ndarray, " documents"]) -> Packing:
+            pieces = cut(corpus.starts[chosen], corpus.lengths[chosen], seq_len, shortest_document(sparse))
+            return pack(pieces, seq_len, sparse.block_size)
+
+        self.domain_rows: dict[str, int] = {}
+        if mixture:
+            packings = []
+            for name in mixture:
+                try:
+                    packings.append(packed(np.intersect1d(documents, corpus.domains[name], assume_unique=True)))
+                except TrainingError as error:
+                    raise TrainingError(f"domain {name}: {error}") from error
+                self.domain_rows[name] = packings[-1].num_rows
+            self.packing, self._order = join(packings), MixedRows(mixture, self.domain_rows, seed)
+        else:
+            self.packing = packed(documents)
+            self._order = ShuffledRows(self.packing.num_rows, seed)
         self._tokens, self._seq_len, self._block_size = corpus.tokens, seq_len, sparse.block_size
-        self._seed, self._batch_rows = seed, batch_rows
+        self._batch_rows = batch_rows
         self._local = batch_rows // num_processes
         self._first = process * self._local
 
@@ -98,13 +124,7 @@ class TrainingRows:
     def row_numbers(self, number: int) -> Int64[np.ndarray, " rows"]:
         """Which rows of the packing batch ``number`` has."""
         first = number * self._batch_rows + self._first
-        places = (divmod(place, self.packing.num_rows) for place in range(first, first + self._local))
-        return np.array([_order(self._seed, epoch, self.packing.num_rows)[i] for epoch, i in places])
-
-
-@functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, num_rows: int) -> Int64[np.ndarray, " rows"]:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+        return np.array([self._order.row(place) for place in range(first, first + self._local)])
 
 
 def validation_batches(
@@ -133,7 +153,7 @@ def validation_batches(
 
 
 def _gather(
-    tokens: np.ndarray, packing: Packing, numbers: Int64[np.ndarray, " rows"], seq_len: int, block_size: int
+    tokens: TokenArray, packing: Packing, numbers: Int64[np.ndarray, " rows"], seq_len: int, block_size: int
 ) -> Batch:
     shape = (len(numbers), seq_len)
     batch = Batch(

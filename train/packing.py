@@ -1,6 +1,7 @@
 """Documents into rows of one length: cut where they are too long, joined where they are short, never mixed up."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -103,3 +104,16 @@ def pack(pieces: Pieces, seq_len: int, block_size: int) -> Packing:
     by_row = order[np.argsort(row_of[order], kind="stable")]
     packed = dataclasses.replace(pieces, starts=pieces.starts[by_row], lengths=pieces.lengths[by_row])
     return Packing(pieces=packed, offsets=np.searchsorted(row_of[by_row], np.arange(num_rows + 1)).astype(np.int64))
+
+
+def join(packings: Sequence[Packing]) -> Packing:
+    """The rows of all, in this order."""
+    before = np.cumsum([0, *(packing.offsets[-1] for packing in packings)])
+    return Packing(
+        pieces=Pieces(
+            starts=np.concatenate([packing.pieces.starts for packing in packings]),
+            lengths=np.concatenate([packing.pieces.lengths for packing in packings]),
+            dropped_tokens=sum(packing.pieces.dropped_tokens for packing in packings),
+        ),
+        offsets=np.concatenate([[0], *(p.offsets[1:] + n for p, n in zip(packings, before, strict=False))]),
+    )

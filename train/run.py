@@ -30,6 +30,7 @@ from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import Start, check_export, export, fresh_weights, query_weights, read_weights
 from sparda_jax.train.forward import DATA, ForwardPass
 from sparda_jax.train.log import RunLog, SilentLog
+from sparda_jax.train.mixture import PERIOD, read_mixture
 from sparda_jax.train.packing import shortest_document
 from sparda_jax.train.processes import agreed, first_before_others, is_first, own_rows
 from sparda_jax.train.state import TrainState
@@ -44,7 +45,8 @@ class RunFiles:
 
     Attributes:
         model: folder of the base, which stays as it is; dtype of its weights, None for the default of `load_model`.
-        data, validation: texts; without the latter, documents of ``data`` are held out.
+        data, validation: texts or token ids; without the latter, documents of ``data`` are held out.
+        mixture: weights of the domains of ``data``, see `read_mixture`.
         out: folder of the run. cache: of tokenised text; None: in ``out``.
         init_forecast: where the weights come from; None: `TrainConfig.start` says.
         export_forecast: the file to write at the end, with the best step's weights; overwrite: also if it exists.
@@ -57,6 +59,7 @@ class RunFiles:
     dtype: str | None = None
     data: Sequence[Path]
     validation: Sequence[Path] = ()
+    mixture: Sequence[str] = ()
     out: Path
     cache: Path | None = None
     init_forecast: Path | None = None
@@ -132,6 +135,7 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
     """
     shortest = shortest_document(model.sparse)
     corpus = _tokenise(files.data, files, console)
+    mixture = read_mixture(files.mixture, corpus.domains)
     split = hold_out(corpus, shortest, 0 if files.validation else config.validation_rows)
     checked, documents = corpus, split.validation
     if files.validation:
@@ -144,6 +148,7 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
         sparse=model.sparse,
         seed=config.seed,
         batch_rows=config.micro_batch_size,
+        mixture=mixture,
         process=jax.process_index(),
         num_processes=jax.process_count(),
     )
@@ -166,7 +171,12 @@ def load_data(config: TrainConfig, model: ModelConfig, files: RunFiles, console:
         f"{config.seq_len}, {rows.filled:.0%} full; {pieces.dropped_tokens:,} tokens in pieces of less than {shortest} "
         f"left out; validation documents: {found}{why if too_few else ''}"
     )
+    if mixture:
+        parts = (f"{name} {mixture[name] / PERIOD:.1%} of {count:,} rows" for name, count in rows.domain_rows.items())
+        console.print(f"mixture: {', '.join(parts)}")
     held_out = hashlib.sha256(f"{corpus.fingerprint} {checked.fingerprint} {documents.tolist()}".encode())
+    if mixture:
+        held_out.update(json.dumps(mixture, sort_keys=True).encode())
     shares = [own_rows(batch) for batch in batches]
     return RunData(train=rows, validation=shares, fingerprint=held_out.hexdigest()[:16])
 

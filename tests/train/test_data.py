@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.tokenizer import Tokenizer, TokenizerError
-from sparda_jax.train import corpus as corpus_module
+from sparda_jax.train import tokenise
 from sparda_jax.train.corpus import Corpus, check_tokenizer, load_corpus
 from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batches
-from sparda_jax.train.documents import find_files, read_documents
+from sparda_jax.train.documents import read_documents
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.packing import cut, pack, shortest_document
+from sparda_jax.train.sources import find_sources
 from tests.core.support import toy
 from tests.serve.tiny_tokenizer import BOS, write_tokenizer
 
@@ -51,12 +53,12 @@ def folder(tmp_path: Path) -> Path:
 class TestReading:
     def test_files_in_order_and_once(self, folder: Path) -> None:
         texts = folder / "texts"
-        found = find_files([texts / "b.txt", texts])
+        found = [source.path for source in find_sources([texts / "b.txt", texts])]
         assert found == [texts / "b.txt", texts / "a.jsonl", texts / "deep" / "c.txt"]
 
     def test_documents(self, folder: Path) -> None:
         found = list(read_documents(folder / "texts" / "a.jsonl"))
-        assert [d.text for d in found] == ["the grass is green.", "the magic number <|im_end|> é"]
+        assert [d.content for d in found] == ["the grass is green.", "the magic number <|im_end|> é"]
         assert [d.place.rsplit(":")[-1] for d in found] == ["1", "3"]
         assert sum(d.num_bytes for d in found) == (folder / "texts" / "a.jsonl").stat().st_size
 
@@ -78,13 +80,13 @@ class TestReading:
             list(read_documents(file))
 
     def test_paths_that_are_no_text(self, tmp_path: Path) -> None:
-        (tmp_path / "x.parquet").write_bytes(b"")
-        with pytest.raises(TrainingError, match="neither"):
-            find_files([tmp_path / "x.parquet"])
+        (tmp_path / "x.csv").write_bytes(b"")
+        with pytest.raises(TrainingError, match="ends in neither"):
+            find_sources([tmp_path / "x.csv"])
         with pytest.raises(TrainingError, match="does not exist"):
-            find_files([tmp_path / "missing.txt"])
-        with pytest.raises(TrainingError, match=r"holds no \.txt"):
-            find_files([tmp_path])
+            find_sources([tmp_path / "missing.txt"])
+        with pytest.raises(TrainingError, match="holds nothing to read"):
+            find_sources([tmp_path])
 
 
 class TestCorpus:
@@ -95,14 +97,14 @@ class TestCorpus:
         found = [corpus.tokens[a:b].tolist() for a, b in zip(corpus.starts[:-1], corpus.starts[1:], strict=True)]
         assert found == [tokenizer.encode(text) for text in expected]
         assert all(ids[0] == BOS for ids in found)
-        assert corpus.tokens.dtype == np.uint16
+        assert corpus.tokens[0:1].dtype == np.uint16
 
     def test_tokenised_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[tuple[int, int]] = []
         first = load_corpus([folder / "texts"], folder, folder / "cache", progress=lambda *n: calls.append(n))
         assert calls[0][0] == 0
         assert calls[-1][0] == calls[-1][1] > 0
-        monkeypatch.setattr(corpus_module, "_write", None)
+        monkeypatch.setattr(tokenise, "_write", None)
         again = load_corpus([folder / "texts"], folder, folder / "cache")
         np.testing.assert_array_equal(again.tokens, first.tokens)
         np.testing.assert_array_equal(again.starts, first.starts)
@@ -190,7 +192,7 @@ class TestPacking:
 
 
 def training_rows(corpus: Corpus, **changes: int) -> TrainingRows:
-    settings = {"seq_len": SEQ_LEN, "seed": 3, "batch_rows": 4} | changes
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": 3, "batch_rows": 4} | changes
     return TrainingRows(corpus, np.arange(len(corpus.lengths)), sparse=SPARSE, **settings)
 
 
