@@ -165,39 +165,42 @@ def _check_pools(found: Sequence[Point], config: ModelConfig, limits: Limits) ->
 
 
 def measured(model: Decoder, found: Sequence[Point], *, published: bool) -> Iterator[Row]:
-    """A row for each point, the largest pools first: smaller ones then lie in memory that is pinned already."""
-    programs = compile_all(model, [point.case for point in found])
-    left = [_program_of(point.case, model.config) for point in found]
-    for point in sorted(found, key=lambda point: point.case.batch * point.case.context, reverse=True):
-        key = _program_of(point.case, model.config)
-        with tempfile.TemporaryDirectory() as folder:
-            result = measure(model, point.case, profile=Path(folder), program=programs[key].result())
-            yield _row(model.config, point, result, Path(folder), published=published)
-        left.remove(key)
-        if key not in left:  # the device's memory is for those that are to come
-            del programs[key]
+    """A row for each point, batch by batch, so that a run which is cut short has whole batches.
+
+    Of a batch the largest pools come first: smaller ones then lie in memory that is pinned already.
+    """
+    for size in sorted({point.case.batch for point in found}):
+        points = [point for point in found if point.case.batch == size]
+        programs = compile_all(model, [point.case for point in points])
+        left = [_program_of(point.case, model.config) for point in points]
+        for point in sorted(points, key=lambda point: point.case.context, reverse=True):
+            key = _program_of(point.case, model.config)
+            with tempfile.TemporaryDirectory() as folder:
+                result = measure(model, point.case, profile=Path(folder), program=programs[key].result())
+                yield _row(model.config, point, result, Path(folder), published=published)
+            left.remove(key)
+            if key not in left:  # the device's memory is for those that are to come
+                del programs[key]
 
 
 def compile_all(model: Decoder, cases: Sequence[Case]) -> dict[tuple[Any, ...], Future[Program]]:
-    """The programs of all cases, before anything is timed.
+    """The programs of one batch's cases, before anything is timed.
 
-    XLA tunes the products of a batch when it meets them first, by the clock, so the first step of each batch compiles
-    while nothing else is tuned; the others of that batch need processors only.
+    XLA tunes the products of a batch when it meets them first, by the clock, so the first step compiles while nothing
+    else runs; the others need processors only. Tracing holds Python's lock, so that threads save but a part of it.
     """
     began = time.perf_counter()
     programs: dict[tuple[Any, ...], Future[Program]] = {}
-    tuned: set[int] = set()
     with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
-        for case in sorted(cases, key=lambda case: case.batch):
+        for case in cases:
             key = _program_of(case, model.config)
             if key in programs:
                 continue
             programs[key] = pool.submit(compile_step, model, case, profiled=True)
-            if case.batch not in tuned:
+            if len(programs) == 1:
                 programs[key].result()
-                tuned.add(case.batch)
     seconds = time.perf_counter() - began
-    console.print(f"{len(programs)} programs compiled in {seconds:.0f} s")
+    console.print(f"batch {cases[0].batch}: {len(programs)} programs compiled in {seconds:.0f} s")
     return programs
 
 
