@@ -111,8 +111,8 @@ def main(
         str | None,
         typer.Option(
             envvar="SPARDA_API_KEY",
-            help="Token that /v1, /tokenize, /detokenize and profiles ask for; open if left out. Better set in the environment: "
-            "a command line can be read by every user of the machine.",
+            help="Token that /v1, /tokenize, /detokenize and profiles ask for; open if left out. Better set in the "
+            "environment: a command line can be read by every user of the machine.",
         ),
     ] = None,
     cors_origin: Annotated[

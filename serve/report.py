@@ -146,7 +146,7 @@ def rope(config: ModelConfig, limit: int) -> str:
 
 def access(settings: Settings) -> str:
     """Who may ask."""
-    paths = ", ".join(GUARDED)
+    paths = ", ".join(path for path in GUARDED if settings.profile or not path.endswith("_profile"))
     text = f"no key (--api-key asks for one on {paths})" if settings.api_key is None else f"API key on {paths}"
     return text + "".join(f"; web pages of {origin} (--cors-origin)" for origin in settings.cors_origins)
 

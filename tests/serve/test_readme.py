@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from sparda_jax.profiling import Profiler
 from sparda_jax.serve.api import ServerInfo, create_app
 from sparda_jax.serve.engine import Engine
 from sparda_jax.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -20,9 +21,12 @@ def test_every_field_is_described() -> None:
     assert set(re.findall(r"`(user|metadata|store)`", README)) <= IGNORED
 
 
-def test_every_path_and_module_exists() -> None:
+def test_every_path_and_module_exists(tmp_path: Path) -> None:
     app = create_app(
-        Engine(FakeRunner(), eos_token_ids=[]), TOKENIZER, ServerInfo(model="m", mode="sparse", vocab_size=9)
+        Engine(FakeRunner(), eos_token_ids=[]),
+        TOKENIZER,
+        ServerInfo(model="m", mode="sparse", vocab_size=9),
+        profiler=Profiler(tmp_path, max_seconds=1),
     )
     described = set(re.findall(r"`(?:GET|POST) (/[a-z0-9/_]+?)(?:/NAME)?`", README))
     # The pages that show the schema are no part of it.
