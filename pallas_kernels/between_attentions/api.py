@@ -1,6 +1,8 @@
 """The products between two layers' attention: their operands' form, and the choice of what runs them."""
 
 import functools
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -51,9 +53,19 @@ def between_backend(
     available = [Backend.REFERENCE]
     device = get_abstract_mesh().abstract_device or jax.devices()[0]
     cores = getattr(device, "num_cores", None) or getattr(device, "core_count", 0)
-    if mosaic_gpu.takes(weights.output, weights.gate_up, heads, padded_rows(batch), cores):
+    takes = mosaic_gpu.takes(weights.output, weights.gate_up, heads, padded_rows(batch), cores)
+    if takes and not _has_mps():
         available.append(Backend.MOSAIC_GPU)
     return choose_backend(backend, "between_attentions", available=available)
+
+
+def _has_mps() -> bool:
+    """Whether CUDA's Multi-Process Service runs, so that another process may hold a part of the SMs.
+
+    Two processes whose CTAs wait for each other could then each hold the SMs that the other one waits for.
+    """
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(folder, "control").exists()
 
 
 def between_attentions(

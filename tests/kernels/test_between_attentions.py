@@ -4,6 +4,7 @@ On a CPU the kernel's parts are interpreted one by one, since the interpreter ha
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,13 @@ def test_the_kernel_takes_small_batches_in_bf16() -> None:
     assert chosen(SMALL, 1, jnp.float32) is Backend.REFERENCE
     # 130 heads would need 130 CTAs at once.
     assert chosen(dataclasses.replace(SMALL, heads=(2, 64, 63, 1)), 1) is Backend.REFERENCE
+
+
+def test_the_kernel_shares_no_gpu_with_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert chosen(SMALL, 1) is Backend.MOSAIC_GPU
+    (tmp_path / "control").touch()
+    assert chosen(SMALL, 1) is Backend.REFERENCE
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def plain_losses(weights: jax.Array, batch: Batch, objective: Objective) -> jax.
 
     def attend(projections: Projections) -> jax.Array:
         nonlocal seen
+        assert projections.normed is not None
         normed = projections.normed if seen is None else seen
         student = predict(weights[len(losses)], normed, positions, config)
         q = group_heads(projections.q, config)
