@@ -48,6 +48,7 @@ MEASURED_BEST = {
     "block_sparse_attention": Backend.MOSAIC_GPU,
     "token_append": Backend.TRITON,
     "between_attentions": Backend.MOSAIC_GPU,
+    "fine_softmax": Backend.TRITON,
 }
 
 # H100, H200, H20, H800 and GH200 by name: an abstract device has no compute capability.

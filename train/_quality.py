@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sparda_jax.pallas_kernels.block_selection import block_mask, pool_to_blocks
+from sparda_jax.pallas_kernels.block_selection import bits_to_mask, pool_to_blocks
 from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, dot, log_sum_exp
 from sparda_jax.train.teacher import TeacherScores, top_blocks
 
@@ -57,8 +57,7 @@ def selection_quality(
 
     def selected(window_scores: Array) -> Array:
         pooled = pool_to_blocks(jnp.where(ended, window_scores, -jnp.inf), grid.block_size // grid.kernel_stride)
-        ranked = jnp.where(sets.past, jnp.where(sets.forced, jnp.inf, pooled[..., :blocks]), -jnp.inf)
-        return block_mask(top_blocks(ranked, sets.past, grid.num_selected_blocks), blocks)
+        return bits_to_mask(top_blocks(pooled, queries, grid, blocks), blocks)
 
     def add_head(head: Array, total: Array) -> Array:
         rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)

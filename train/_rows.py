@@ -14,10 +14,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.pallas_kernels.compressed_keys import compress_windows
+from sparda_jax.pallas_kernels.fine_softmax import has_kernels
 
 # Queries of a chunk and fine keys of a tile. The largest array has batch * heads * QUERY_CHUNK * KEY_TILE float32.
 QUERY_CHUNK = 256
 KEY_TILE = 2048
+# With kernels the largest has batch * kv_heads * KERNEL_CHUNK * windows, and small chunks would cost launches.
+KERNEL_CHUNK = 2048
 
 
 class SelectionGrid(Protocol):
@@ -76,12 +79,10 @@ class BlockSets:
     """Which blocks of a row are open to each query of a chunk.
 
     Attributes:
-        document: blocks from the document's first one on, those after the query's own included.
         past: blocks of the document up to the query's own.
         forced: the past blocks that are always selected.
     """
 
-    document: Bool[Array, "batch 1 chunk blocks"]
     past: Bool[Array, "batch 1 chunk blocks"]
     forced: Bool[Array, "batch 1 chunk blocks"]
 
@@ -116,6 +117,14 @@ def check_packing(positions: np.ndarray, valid: np.ndarray, grid: SelectionGrid)
             f"positions[{row}, {token}]={positions[row, token]} follows no token of the same document: "
             "positions must count up by one from 0, without padding in between"
         )
+
+
+def chunk_of(chunk: int | None, q: Float[Array, "batch q_len kv_heads group head_dim"], grid: SelectionGrid) -> int:
+    """Queries of a chunk, where the caller leaves it open."""
+    if chunk is not None:
+        return chunk
+    kernels = has_kernels(q.dtype, q.shape[-1], grid.kernel_stride, grid.block_size)
+    return KERNEL_CHUNK if kernels else QUERY_CHUNK
 
 
 def count_blocks(length: int, grid: SelectionGrid) -> int:
@@ -190,22 +199,32 @@ def accumulated(x: Array) -> Array:
 
 
 def dot(spec: str, a: Array, b: Array) -> Array:
-    """A product accumulated in float32 at least, exact for bfloat16 inputs and without TF32 for others."""
+    """A product accumulated in float32 at least, exact for two bfloat16 factors and without TF32 for two others.
+
+    Of a float32 and a bfloat16 factor a GPU's tensor cores take 10 bits of the former (TF32), all of the latter.
+    """
+    exact = a.dtype == b.dtype and a.dtype != jnp.bfloat16
     if a.dtype != b.dtype:
         a, b = accumulated(a), accumulated(b)
-    precision = None if a.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def block_sets(queries: Queries, blocks: int, grid: SelectionGrid) -> BlockSets:
-    """The document's, the past and the forced blocks of each query."""
+    """The past and the forced blocks of each query."""
     ids = jnp.arange(blocks)
-    first = (queries.start // grid.block_size)[:, None, :, None]
-    own = (queries.index // grid.block_size)[None, None, :, None]
-    document = (ids >= first) & queries.real[:, None, :, None]
-    past = document & (ids <= own)
+    first, own = (x[:, None, :, None] for x in document_blocks(queries, grid))
+    past = (ids >= first) & (ids <= own)
     forced = past & ((ids < first + grid.init_blocks) | (ids >= own - grid.local_blocks))
-    return BlockSets(document=document, past=past, forced=forced)
+    return BlockSets(past=past, forced=forced)
+
+
+def document_blocks(
+    queries: Queries, grid: SelectionGrid
+) -> tuple[Int[Array, "batch chunk"], Int[Array, "batch chunk"]]:
+    """The block in which each query's document begins, and the query's own; -1 for the own block of padding."""
+    own = jnp.where(queries.real, queries.index // grid.block_size, -1)
+    return (queries.start // grid.block_size).astype(jnp.int32), own.astype(jnp.int32)
 
 
 def log_sum_exp(x: Float[Array, "*rows windows"]) -> Float[Array, "*rows 1"]:

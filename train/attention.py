@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, UInt32
 
-from sparda_jax.pallas_kernels.block_selection import block_mask
+from sparda_jax.pallas_kernels.block_selection import bits_to_mask, num_words
+from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill, has_kernels
 from sparda_jax.train._rows import dot
 
 # Queries of a chunk and keys of a tile. The largest array has batch * heads * QUERY_CHUNK * KEY_TILE float32.
@@ -12,23 +13,48 @@ QUERY_CHUNK = 512
 KEY_TILE = 2048
 
 
+def attend(
+    q: Float[Array, "batch q_len kv_heads group head_dim"],
+    k: Float[Array, "batch q_len kv_heads head_dim"],
+    v: Float[Array, "batch q_len kv_heads head_dim"],
+    bits: UInt32[Array, "batch kv_heads q_len words"],
+    *,
+    block_size: int,
+    **tiles: int,
+) -> Float[Array, "batch q_len kv_heads group head_dim"]:
+    """`block_attention`, by prefill's kernel where there is one. ``tiles`` are for the other places."""
+    batch, length, kv_heads, group, head_dim = q.shape
+    if length % block_size or not has_kernels(group, head_dim, block_size):
+        return block_attention(q, k, v, bits, block_size=block_size, **tiles)
+    attended = block_sparse_attention_prefill(
+        q.reshape(batch, length, kv_heads * group, head_dim),
+        jnp.swapaxes(k, 1, 2),
+        jnp.swapaxes(v, 1, 2),
+        bits,
+        jnp.zeros(batch, jnp.int32),
+        jnp.full(batch, length, jnp.int32),
+        block_size=block_size,
+    )
+    return attended.reshape(q.shape)
+
+
 def block_attention(
     q: Float[Array, "batch q_len kv_heads group head_dim"],
     k: Float[Array, "batch q_len kv_heads head_dim"],
     v: Float[Array, "batch q_len kv_heads head_dim"],
-    ids: Int[Array, "batch kv_heads q_len selected"],
+    bits: UInt32[Array, "batch kv_heads q_len words"],
     *,
     block_size: int,
     chunk: int = QUERY_CHUNK,
     key_tile: int = KEY_TILE,
 ) -> Float[Array, "batch q_len kv_heads group head_dim"]:
-    """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the listed blocks up to the query's own.
+    """``softmax(q . k / sqrt(head_dim)) v`` over the tokens of the chosen blocks up to the query's own.
 
     Same numbers as `masked_attention` up to the order of sums; no array has both a query and a key axis of full length.
 
     Args:
         q, k, v: finite, also in padding.
-        ids: blocks of the row, -1 for none; a query without any gets zeros.
+        bits: blocks of the row, see `choose_blocks`; a query without any gets zeros.
         chunk, key_tile: queries and keys at a time, for memory and time only.
 
     Raises:
@@ -44,13 +70,13 @@ def block_attention(
     blocks = keys.shape[2] // block_size
 
     padded_q = jnp.pad(q, ((0, 0), (0, -length % chunk), (0, 0), (0, 0), (0, 0)))
-    padded_ids = jnp.pad(ids, ((0, 0), (0, 0), (0, -length % chunk), (0, 0)), constant_values=-1)
+    padded_bits = jnp.pad(bits, ((0, 0), (0, 0), (0, -length % chunk), (0, num_words(blocks) - bits.shape[3])))
 
     def of_chunk(carry: None, chunk_number: Array) -> tuple[None, Array]:
         rows = jax.lax.dynamic_slice_in_dim(padded_q, chunk_number * chunk, chunk, axis=1)
         rows = jnp.transpose(rows, (0, 2, 3, 1, 4)).reshape(batch, kv_heads, group * chunk, head_dim)
-        chunk_ids = jax.lax.dynamic_slice_in_dim(padded_ids, chunk_number * chunk, chunk, axis=2)
-        listed = block_mask(chunk_ids, blocks)
+        chunk_bits = jax.lax.dynamic_slice_in_dim(padded_bits, chunk_number * chunk, chunk, axis=2)
+        listed = bits_to_mask(chunk_bits, blocks)
         index = chunk_number * chunk + jnp.arange(chunk)
 
         def add_tile(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -23,7 +23,7 @@ from sparda_jax.checkpoint.mapping import Q_CURR, Q_FUTURE, forecast_tensors
 from sparda_jax.checkpoint.torch_save import write_torch
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder, apply_rope, rope_tables
-from sparda_jax.model.layers import matmul
+from sparda_jax.train._rows import dot
 
 TORCH, SAFETENSORS, SIDECAR = ".pt", ".safetensors", ".json"
 
@@ -74,7 +74,7 @@ def predict(
         weight: of the layer that is to be selected for.
         normed: what its Forecast sees: the normed input of the layer before, or layer 0's own.
     """
-    heads = matmul(normed.astype(jnp.float32), weight).reshape(*normed.shape[:2], -1, config.head_dim)
+    heads = dot("bqi,io->bqo", normed, weight).reshape(*normed.shape[:2], -1, config.head_dim)
     return apply_rope(heads, *rope_tables(config, positions))
 
 

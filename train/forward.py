@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.selection import group_heads
-from sparda_jax.train import attention, teacher
-from sparda_jax.train.attention import block_attention
+from sparda_jax.train import attention
+from sparda_jax.train._rows import KEY_TILE
+from sparda_jax.train.attention import attend
 from sparda_jax.train.data import Batch
 from sparda_jax.train.forecast import predict
 from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, forecast_loss
@@ -95,8 +96,8 @@ class ForwardPass:
         mesh: Mesh,
         *,
         objective: Objective = Objective.PUBLISHED,
-        query_chunk: int = teacher.QUERY_CHUNK,
-        key_tile: int = teacher.KEY_TILE,
+        query_chunk: int | None = None,
+        key_tile: int = KEY_TILE,
         attention_chunk: int = attention.QUERY_CHUNK,
         attention_tile: int = attention.KEY_TILE,
     ) -> None:
@@ -204,7 +205,7 @@ class ForwardPass:
     def _advance_rows(
         self, graphdef: nnx.GraphDef, weights: Any, x: Array, projected: Projected, blocks: Array
     ) -> Array:
-        attended = block_attention(
+        attended = attend(
             group_heads(projected.q, self.config),
             projected.k,
             projected.v,

@@ -11,17 +11,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from sparda_jax.pallas_kernels.block_selection import block_mask
+from sparda_jax.pallas_kernels.block_selection import bits_to_mask
 from sparda_jax.train._quality import SelectionQuality, selection_quality
 from sparda_jax.train._rows import (
     KEY_TILE,
-    QUERY_CHUNK,
     Queries,
     SelectionGrid,
-    accumulated,
     block_sets,
+    chunk_of,
     count_blocks,
     dot,
     join_chunks,
@@ -46,7 +45,7 @@ class LossParts:
         pairs: all pairs of valid queries, those with nothing to learn included.
         supervised_pairs: pairs with something to learn; the others add 0 to ``loss``.
         quality: metrics; costs nothing where a jitted caller drops it. No gradient.
-        blocks: what `route` returns: the blocks that the base attends to.
+        blocks: what the base attends to, the blocks of `route`, as bits: block b is bit ``b % 32`` of word ``b // 32``.
     """
 
     loss: Float[Array, ""]
@@ -54,7 +53,7 @@ class LossParts:
     pairs: Int[Array, ""]
     supervised_pairs: Int[Array, ""]
     quality: SelectionQuality
-    blocks: Int[Array, "batch kv_heads q_len selected"]
+    blocks: UInt32[Array, "batch kv_heads q_len words"]
 
 
 @functools.partial(jax.jit, static_argnames=("sparse", "objective", "chunk", "key_tile"))
@@ -67,7 +66,7 @@ def forecast_loss(
     sparse: SelectionGrid,
     *,
     objective: Objective = Objective.PUBLISHED,
-    chunk: int = QUERY_CHUNK,
+    chunk: int | None = None,
     key_tile: int = KEY_TILE,
 ) -> LossParts:
     """``sum KL(teacher || student)``, differentiable in ``student``.
@@ -83,8 +82,8 @@ def forecast_loss(
         valid: False for padding, whose student, q and k may hold anything.
         sparse: the `SparseConfig` of the model.
         objective: over what the divergence is taken, and how much each pair weighs.
-        chunk: queries at a time. key_tile: fine keys at a time; a multiple of ``block_size``. Both change memory and
-            time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
+        chunk: queries at a time. key_tile: fine keys at a time where no kernel runs; a multiple of ``block_size``. Both
+            change memory and time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
 
     On several devices call it under `jax.shard_map` over the batch; sharded arguments alone work, but then XLA gathers
     the scores of each top-k.
@@ -92,7 +91,7 @@ def forecast_loss(
     Raises:
         ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
-    return _loss((sparse, objective, chunk, key_tile), student, q, k, positions, valid)
+    return _loss((sparse, objective, chunk_of(chunk, q, sparse), key_tile), student, q, k, positions, valid)
 
 
 _Options = tuple[SelectionGrid, Objective, int, int]  # as `forecast_loss` takes them
@@ -135,18 +134,18 @@ def _sweep(
         queries, student_rows = inputs
         sets = block_sets(queries, blocks, sparse)
         teacher = teacher_scores(queries, keys, sparse, key_tile)
-        ids = route_chunk(teacher, queries, sets, sparse)
-        chosen = block_mask(ids, blocks)
+        bits = route_chunk(teacher, queries, sparse, blocks)
+        chosen = bits_to_mask(bits, blocks)
         scores = dot("bqhd,bhwd->bhqw", student_rows, keys.compressed)
         found = divergence(objective, scores, teacher, chosen, queries, keys, sets, sparse)
-        gradient = dot("bhqw,bhwd->bqhd", found.slope, accumulated(keys.compressed)) / np.sqrt(q.shape[-1])
+        gradient = dot("bhqw,bhwd->bqhd", found.slope, keys.compressed) / np.sqrt(q.shape[-1])
         parts = LossParts(
             loss=jnp.sum(found.loss),
             weight=jnp.sum(found.weight),
             pairs=jnp.sum(queries.real) * q.shape[2],
             supervised_pairs=jnp.sum(found.active),
             quality=selection_quality(scores, teacher, chosen, queries, keys, sets, sparse),
-            blocks=ids,
+            blocks=bits,
         )
         return carry, (parts, gradient)
 

@@ -75,6 +75,13 @@ def block_sparse_attention_prefill(
     return _jitted(q, k, v, words, start, lengths, block_size=block_size, backend=chosen)
 
 
+def has_kernels(group: int, head_dim: int, block_size: int) -> bool:
+    """Whether such operands have a kernel on the device that a program traced here is meant for."""
+    q = jax.ShapeDtypeStruct((1, 1, group, head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 1, block_size, head_dim), jnp.bfloat16)
+    return triton.takes(q, k, block_size) and choose_backend(None, "block_sparse_attention") is not Backend.REFERENCE
+
+
 # One jit object for all layers, so that they share one lowering of the kernels.
 @functools.partial(jax.jit, static_argnames=("block_size", "backend"))
 def _jitted(

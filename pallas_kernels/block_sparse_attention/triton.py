@@ -19,7 +19,7 @@ _ROWS = 64
 _LOWEST = -1e30
 
 
-def takes(q: Array, k: Array, block_size: int) -> bool:
+def takes(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, block_size: int) -> bool:
     """Whether the kernel can run on such operands: sizes that are powers of two, groups up to 64."""
     group = q.shape[2] // k.shape[1]
     return group <= _ROWS and all(size >= 16 and size == pl.next_power_of_2(size) for size in (block_size, q.shape[3]))

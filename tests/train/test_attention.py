@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.pallas_kernels.block_selection import block_mask
+from sparda_jax.pallas_kernels.block_selection import bits_to_mask, block_mask, mask_to_bits
 from sparda_jax.pallas_kernels.sparse_attention import masked_attention
 from sparda_jax.train.attention import block_attention
 
@@ -13,7 +13,7 @@ BLOCK = 8
 
 
 def random_case(length: int, seed: int, dtype: type = np.float32) -> tuple[jax.Array, ...]:
-    """q, k, v and for every query three random blocks up to its own, its own among them; some rows list none."""
+    """q, k, v and for every query the bits of three random blocks up to its own, its own too; some rows have none."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((2, length, 2, 3, 16))
     k, v = rng.standard_normal((2, 2, length, 2, 16))
@@ -22,13 +22,14 @@ def random_case(length: int, seed: int, dtype: type = np.float32) -> tuple[jax.A
     ids[..., 0] = own
     ids[..., 3] = -1
     ids[0, :, length // 2] = -1
-    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(ids, jnp.int32)
+    bits = mask_to_bits(block_mask(jnp.asarray(ids, jnp.int32), -(-length // BLOCK)))
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), bits
 
 
-def definition(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+def definition(q: jax.Array, k: jax.Array, v: jax.Array, bits: jax.Array) -> jax.Array:
     length = q.shape[1]
     blocks = -(-length // BLOCK)
-    allowed = jnp.repeat(block_mask(ids, blocks), BLOCK, axis=-1)[..., :length]
+    allowed = jnp.repeat(bits_to_mask(bits, blocks), BLOCK, axis=-1)[..., :length]
     allowed &= jnp.arange(length) <= jnp.arange(length)[:, None]
     stored = jnp.ones((*k.shape[:1], k.shape[2], length), bool)
     return masked_attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed, stored)
@@ -50,11 +51,12 @@ def test_bfloat16_rounds_like_the_definition() -> None:
 
 
 def test_other_blocks_are_not_read() -> None:
-    q, k, v, ids = random_case(64, seed=2)
-    ids = jnp.full_like(ids, -1).at[..., 0].set(jnp.arange(64) // BLOCK)
-    found = block_attention(q, k, v, ids, block_size=BLOCK, chunk=16, key_tile=16)
+    q, k, v, bits = random_case(64, seed=2)
+    own = jnp.uint32(1) << (jnp.arange(64, dtype=jnp.uint32) // BLOCK)
+    bits = jnp.broadcast_to(own[:, None], bits.shape)
+    found = block_attention(q, k, v, bits, block_size=BLOCK, chunk=16, key_tile=16)
     changed = block_attention(
-        q, k.at[:, :BLOCK].mul(7), v.at[:, :BLOCK].add(100), ids, block_size=BLOCK, chunk=16, key_tile=16
+        q, k.at[:, :BLOCK].mul(7), v.at[:, :BLOCK].add(100), bits, block_size=BLOCK, chunk=16, key_tile=16
     )
     np.testing.assert_array_equal(found[:, BLOCK:], changed[:, BLOCK:])
     assert not np.array_equal(found[:, :BLOCK], changed[:, :BLOCK])
@@ -62,9 +64,9 @@ def test_other_blocks_are_not_read() -> None:
 
 def test_no_array_is_long_in_both_queries_and_keys() -> None:
     length = 1024
-    q, k, v, ids = random_case(length, seed=3)
+    q, k, v, bits = random_case(length, seed=3)
     text = (
-        jax.jit(lambda *x: block_attention(*x, block_size=BLOCK, chunk=32, key_tile=64)).lower(q, k, v, ids).as_text()
+        jax.jit(lambda *x: block_attention(*x, block_size=BLOCK, chunk=32, key_tile=64)).lower(q, k, v, bits).as_text()
     )
     assert f"x{length}x" in text
     assert f"{length}x{length}" not in text
