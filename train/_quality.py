@@ -1,6 +1,7 @@
 """How well a Forecast chooses blocks, measured while its loss is computed."""
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,14 @@ class SelectionQuality:
     teacher_mass: Float[Array, ""]
     selector_mass: Float[Array, ""]
     student_mass: Float[Array, ""]
+
+    def without_selector(self) -> Self:
+        """With zeros for the selector: where nothing else uses it, a jitted caller saves its scores, which cost more
+        than all the rest.
+        """
+        hits = jnp.zeros_like(self.selector_hits)
+        mass = jnp.zeros_like(self.selector_mass)
+        return dataclasses.replace(self, selector_blocks=hits, selector_hits=hits, selector_mass=mass)
 
 
 def selection_quality(

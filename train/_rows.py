@@ -167,17 +167,25 @@ def make_keys(
 
 def split_queries(
     q: Float[Array, "batch q_len kv_heads group head_dim"],
-    positions: Int[Array, "batch q_len"],
-    valid: Bool[Array, "batch q_len"],
+    positions: Int[Array, "batch length"],
+    valid: Bool[Array, "batch length"],
     chunk: int,
+    begin: Int[Array, ""],
 ) -> Queries:
-    """All queries, with the chunks in front, for a scan; the last chunk is filled with padding."""
-    index = jnp.arange(q.shape[1] + -q.shape[1] % chunk)
+    """All queries, with the chunks in front, for a scan; the last chunk is filled with padding.
+
+    Args:
+        positions, valid: of the whole row. begin: where in the row the first query stands.
+    """
+    count = q.shape[1]
+    index = begin + jnp.arange(count + -count % chunk, dtype=jnp.int32)
+    starts = jnp.where(valid, jnp.arange(valid.shape[1], dtype=jnp.int32) - positions, 0)
+    start, real = (jax.lax.dynamic_slice_in_dim(x, begin, count, axis=1) for x in (starts, valid))
     return Queries(
         q=split_chunks(q, chunk),
         index=index.reshape(-1, chunk),
-        start=split_chunks(jnp.where(valid, index[: q.shape[1]] - positions, 0), chunk),
-        real=split_chunks(valid, chunk),
+        start=split_chunks(start, chunk),
+        real=split_chunks(real, chunk),
     )
 
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from sparda_jax.pallas_kernels.block_selection import bits_to_mask, num_words
 from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill, has_kernels
@@ -15,23 +15,25 @@ KEY_TILE = 2048
 
 def attend(
     q: Float[Array, "batch q_len kv_heads group head_dim"],
-    k: Float[Array, "batch q_len kv_heads head_dim"],
-    v: Float[Array, "batch q_len kv_heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
     bits: UInt32[Array, "batch kv_heads q_len words"],
+    begin: int | Int[Array, ""] = 0,
     *,
     block_size: int,
     **tiles: int,
 ) -> Float[Array, "batch q_len kv_heads group head_dim"]:
     """`block_attention`, by prefill's kernel where there is one. ``tiles`` are for the other places."""
-    batch, length, kv_heads, group, head_dim = q.shape
+    batch, count, kv_heads, group, head_dim = q.shape
+    length = k.shape[1]
     if length % block_size or not has_kernels(group, head_dim, block_size):
-        return block_attention(q, k, v, bits, block_size=block_size, **tiles)
+        return block_attention(q, k, v, bits, begin, block_size=block_size, **tiles)
     attended = block_sparse_attention_prefill(
-        q.reshape(batch, length, kv_heads * group, head_dim),
+        q.reshape(batch, count, kv_heads * group, head_dim),
         jnp.swapaxes(k, 1, 2),
         jnp.swapaxes(v, 1, 2),
         bits,
-        jnp.zeros(batch, jnp.int32),
+        jnp.full(batch, begin, jnp.int32),
         jnp.full(batch, length, jnp.int32),
         block_size=block_size,
     )
@@ -40,9 +42,10 @@ def attend(
 
 def block_attention(
     q: Float[Array, "batch q_len kv_heads group head_dim"],
-    k: Float[Array, "batch q_len kv_heads head_dim"],
-    v: Float[Array, "batch q_len kv_heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
     bits: UInt32[Array, "batch kv_heads q_len words"],
+    begin: int | Int[Array, ""] = 0,
     *,
     block_size: int,
     chunk: int = QUERY_CHUNK,
@@ -55,29 +58,31 @@ def block_attention(
     Args:
         q, k, v: finite, also in padding.
         bits: blocks of the row, see `choose_blocks`; a query without any gets zeros.
+        begin: where in the row the first query stands.
         chunk, key_tile: queries and keys at a time, for memory and time only.
 
     Raises:
         ValueError: key_tile is no multiple of block_size.
     """
-    batch, length, kv_heads, group, head_dim = q.shape
+    batch, count, kv_heads, group, head_dim = q.shape
+    length = k.shape[1]
     if key_tile % block_size:
         raise ValueError(f"key_tile={key_tile} must be a multiple of block_size={block_size}")
-    chunk = min(chunk, length)
+    chunk = min(chunk, count)
     tile = min(key_tile, -(-length // block_size) * block_size)
     after = ((0, 0), (0, 0), (0, -length % tile), (0, 0))
     keys, values = (jnp.pad(jnp.swapaxes(x, 1, 2), after) for x in (k, v))
     blocks = keys.shape[2] // block_size
 
-    padded_q = jnp.pad(q, ((0, 0), (0, -length % chunk), (0, 0), (0, 0), (0, 0)))
-    padded_bits = jnp.pad(bits, ((0, 0), (0, 0), (0, -length % chunk), (0, num_words(blocks) - bits.shape[3])))
+    padded_q = jnp.pad(q, ((0, 0), (0, -count % chunk), (0, 0), (0, 0), (0, 0)))
+    padded_bits = jnp.pad(bits, ((0, 0), (0, 0), (0, -count % chunk), (0, num_words(blocks) - bits.shape[3])))
 
     def of_chunk(carry: None, chunk_number: Array) -> tuple[None, Array]:
         rows = jax.lax.dynamic_slice_in_dim(padded_q, chunk_number * chunk, chunk, axis=1)
         rows = jnp.transpose(rows, (0, 2, 3, 1, 4)).reshape(batch, kv_heads, group * chunk, head_dim)
         chunk_bits = jax.lax.dynamic_slice_in_dim(padded_bits, chunk_number * chunk, chunk, axis=2)
         listed = bits_to_mask(chunk_bits, blocks)
-        index = chunk_number * chunk + jnp.arange(chunk)
+        index = begin + chunk_number * chunk + jnp.arange(chunk)
 
         def add_tile(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, out = sums
@@ -104,4 +109,4 @@ def block_attention(
         return carry, out.astype(q.dtype)
 
     _, out = jax.lax.scan(of_chunk, None, jnp.arange(padded_q.shape[1] // chunk))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, kv_heads, group, head_dim)[:, :length]
+    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, kv_heads, group, head_dim)[:, :count]

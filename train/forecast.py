@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int

@@ -1,9 +1,9 @@
-"""The frozen base's forward pass with the loss of every layer on the way, on a mesh with the axis ``data``.
+"""The frozen base's forward pass with the loss of every layer on the way, on a mesh of devices.
 
 With a frozen base the loss of a layer depends on one entry of the weights only, and nothing of one layer's gradient
 reaches another. So a layer's gradient is computed as soon as the layer before it is done, and the memory is that of one
-layer: the pass is a loop over layers in Python, over three compiled programs. Every device holds the base, and a part
-of the rows.
+layer: the pass is a loop over layers in Python, over three compiled programs. `sparda_jax.train.mesh` says what of the
+rows and of the base each device holds.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from sparda_jax.model import Decoder, rope_tables
+from sparda_jax.model import Decoder, DecoderLayer, rope_tables
 from sparda_jax.selection import group_heads
 from sparda_jax.train import attention
 from sparda_jax.train._rows import KEY_TILE
@@ -26,8 +26,7 @@ from sparda_jax.train.attention import attend
 from sparda_jax.train.data import Batch
 from sparda_jax.train.forecast import predict
 from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, forecast_loss
-
-DATA = "data"
+from sparda_jax.train.mesh import AXES, ROWS, SEQUENCE, Pieces, gather_weights, weight_spec
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +83,7 @@ class ForwardPass:
 
     Args:
         model: the base; a Forecast that it carries is not used. Its arrays may be dropped afterwards.
-        mesh: with the axis ``data``.
+        mesh: from `make_mesh`.
         objective: of the loss.
         query_chunk, key_tile: of the teacher and the loss; attention_chunk, attention_tile: of the base's attention.
             They change memory and time only.
@@ -102,28 +101,33 @@ class ForwardPass:
         attention_tile: int = attention.KEY_TILE,
     ) -> None:
         self.config, self.mesh = model.config, mesh
-        self._everywhere, self._by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P(DATA))
-        self._table = self.everywhere(model.embed_tokens[...])
+        self._pieces = Pieces(shards=mesh.shape[SEQUENCE])
+        self._everywhere, self._by_row = NamedSharding(mesh, P()), NamedSharding(mesh, ROWS)
+        self._table, table = self._shared_out(model.embed_tokens[...])
         self._layers: list[tuple[nnx.GraphDef, Any]] = []
+        self._specs: dict[nnx.GraphDef, Any] = {}
         for layer in model.layers:
             graphdef, weights = nnx.split(layer)
-            self._layers.append((graphdef, self.everywhere(weights)))
+            parts, self._specs[graphdef] = self._shared_out(weights)
+            self._layers.append((graphdef, parts))
         self._numbers = [self.everywhere(np.int32(number)) for number in range(len(self._layers))]
         self._loss_options = {"objective": objective, "chunk": query_chunk, "key_tile": key_tile}
         self._attention_tiles = {"chunk": attention_chunk, "key_tile": attention_tile}
-        whole, rows = P(), P(DATA)
-        self._embed = self._program(self._embed_rows, (whole, rows), rows)
+        whole, blocks = P(), P(ROWS[0], None, SEQUENCE)
+        self._embed = self._program(functools.partial(self._embed_rows, table), (table, ROWS), ROWS)
         self._learn = self._program(
-            self._learn_rows, (whole, whole, rows, rows, rows, whole, whole), (rows, whole, whole), (5, 6)
+            self._learn_rows, (whole, whole, ROWS, ROWS, ROWS, whole, whole), (blocks, whole, whole), (5, 6)
         )
-        self._measure = self._program(self._measure_rows, (whole, whole, rows, rows, rows, whole), (rows, whole), (5,))
+        self._measure = self._program(
+            self._measure_rows, (whole, whole, ROWS, ROWS, ROWS, whole), (blocks, whole), (5,)
+        )
         self._project = {
-            g: self._program(functools.partial(self._project_rows, g), (whole, rows, rows), rows)
-            for g, _ in self._layers
+            g: self._program(functools.partial(self._project_rows, g), (specs, ROWS, ROWS), ROWS)
+            for g, specs in self._specs.items()
         }
         self._advance = {
-            g: self._program(functools.partial(self._advance_rows, g), (whole, rows, rows, rows), rows, (1,))
-            for g, _ in self._layers
+            g: self._program(functools.partial(self._advance_rows, g), (specs, ROWS, ROWS, blocks), ROWS, (1,))
+            for g, specs in self._specs.items()
         }
 
     def _program(self, function: Any, inputs: Any, outputs: Any, donated: tuple[int, ...] = ()) -> Any:
@@ -131,11 +135,24 @@ class ForwardPass:
         split = jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         return jax.jit(split, donate_argnums=donated)
 
+    def _shared_out(self, weights: Any) -> tuple[Any, Any]:
+        """The base's arrays on the devices, and how they lie there."""
+        specs = jax.tree.map(lambda value: weight_spec(value.shape, self.mesh), weights)
+
+        def place(value: jax.Array, spec: P) -> jax.Array:
+            sharding = NamedSharding(self.mesh, spec)
+            if sharding.is_fully_addressable:
+                return jax.device_put(value, sharding)
+            host = np.asarray(value)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(place, weights, specs), specs
+
     def on_devices(self, batch: Batch) -> Rows:
         """This process's rows of a batch, moved to its devices."""
 
         def move(values: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(self._by_row, values)
+            return jax.make_array_from_process_local_data(self._by_row, self._pieces.cut(values))
 
         return Rows(tokens=move(batch.tokens), positions=move(batch.positions), valid=move(batch.segments > 0))
 
@@ -159,77 +176,109 @@ class ForwardPass:
         sums: LayerSums,
     ) -> tuple[Float[Array, "layers hidden outputs"], LayerSums]:
         """Adds the gradient of ``sum(loss)`` over layers, and the sums, of some rows; both are donated."""
-        totals = [gradient, sums]
-
-        def visit(layer: Array, seen: Array, projected: Projected) -> Array:
-            blocks, *totals[:] = self._learn(weights, layer, rows, seen, projected, *totals)
-            return blocks
-
-        self._run(rows, visit)
-        return totals[0], totals[1]
+        x, before = self.embed(rows), None
+        for layer in range(self.config.num_layers):
+            projected = self.project(layer, x, rows)
+            seen = projected.normed if before is None else before
+            blocks, gradient, sums = self.learn_layer(layer, weights, rows, seen, projected, gradient, sums)
+            before = projected.normed
+            if layer + 1 < self.config.num_layers:
+                x = self.advance(layer, x, projected, blocks)
+        return gradient, sums
 
     def measure(self, weights: Float[Array, "layers hidden outputs"], rows: Rows, sums: LayerSums) -> LayerSums:
         """Adds the sums of some rows, without a gradient; ``sums`` is donated."""
-        totals = [sums]
-
-        def visit(layer: Array, seen: Array, projected: Projected) -> Array:
-            blocks, totals[0] = self._measure(weights, layer, rows, seen, projected, totals[0])
-            return blocks
-
-        self._run(rows, visit)
-        return totals[0]
-
-    def _run(self, rows: Rows, visit: Any) -> None:
-        """Runs the layers; ``visit`` gets the layer's number, what its Forecast sees and its projections, and gives the
-        blocks to attend to.
-        """
-        x = self._embed(self._table, rows)
-        before = None
-        for number, (graphdef, weights) in zip(self._numbers, self._layers, strict=True):
-            projected = self._project[graphdef](weights, x, rows)
+        x, before = self.embed(rows), None
+        for layer in range(self.config.num_layers):
+            projected = self.project(layer, x, rows)
             seen = projected.normed if before is None else before
-            blocks = visit(number, seen, projected)
+            blocks, sums = self._measure(weights, self._numbers[layer], rows, seen, projected, sums)
             before = projected.normed
-            if number is not self._numbers[-1]:
-                x = self._advance[graphdef](weights, x, projected, blocks)
+            if layer + 1 < self.config.num_layers:
+                x = self.advance(layer, x, projected, blocks)
+        return sums
 
-    def _embed_rows(self, table: Array, rows: Rows) -> Array:
+    def embed(self, rows: Rows) -> Float[Array, "rows seq_len hidden"]:
+        """The residual stream before the first layer."""
+        return self._embed(self._table, rows)
+
+    def project(self, layer: int, x: Float[Array, "rows seq_len hidden"], rows: Rows) -> Projected:
+        """What a layer computes before it attends."""
+        graphdef, weights = self._layers[layer]
+        return self._project[graphdef](weights, x, rows)
+
+    def learn_layer(
+        self,
+        layer: int,
+        weights: Float[Array, "layers hidden outputs"],
+        rows: Rows,
+        seen: Float[Array, "rows seq_len hidden"],
+        projected: Projected,
+        gradient: Float[Array, "layers hidden outputs"],
+        sums: LayerSums,
+    ) -> tuple[UInt32[Array, "rows kv_heads seq_len words"], Float[Array, "layers hidden outputs"], LayerSums]:
+        """The blocks that a layer attends to; and ``gradient`` and ``sums``, which are donated, with its own added.
+
+        Args:
+            seen: what the layer's Forecast sees: the normed input of the layer before, or layer 0's own.
+        """
+        return self._learn(weights, self._numbers[layer], rows, seen, projected, gradient, sums)
+
+    def advance(
+        self,
+        layer: int,
+        x: Float[Array, "rows seq_len hidden"],
+        projected: Projected,
+        blocks: UInt32[Array, "rows kv_heads seq_len words"],
+    ) -> Float[Array, "rows seq_len hidden"]:
+        """The residual stream after a layer; ``x``, the one before it, is donated."""
+        graphdef, weights = self._layers[layer]
+        return self._advance[graphdef](weights, x, projected, blocks)
+
+    def _embed_rows(self, spec: P, table: Array, rows: Rows) -> Array:
         # As Decoder.embed.
+        table = gather_weights(table, spec)
         wide = table[rows.tokens].astype(jnp.float32) * self.config.embedding_scale
         return wide.astype(table.dtype)
 
+    def _layer(self, graphdef: nnx.GraphDef, weights: Any) -> DecoderLayer:
+        return nnx.merge(graphdef, gather_weights(weights, self._specs[graphdef]))
+
     def _project_rows(self, graphdef: nnx.GraphDef, weights: Any, x: Array, rows: Rows) -> Projected:
-        found = nnx.merge(graphdef, weights).project(x, *rope_tables(self.config, rows.positions))
+        found = self._layer(graphdef, weights).project(x, *rope_tables(self.config, rows.positions))
         return Projected(normed=found.normed, q=found.q, k=found.k, v=found.v)
 
     def _advance_rows(
         self, graphdef: nnx.GraphDef, weights: Any, x: Array, projected: Projected, blocks: Array
     ) -> Array:
-        attended = attend(
-            group_heads(projected.q, self.config),
-            projected.k,
-            projected.v,
-            blocks,
-            block_size=self.config.sparse.block_size,
-            **self._attention_tiles,
-        )
-        return nnx.merge(graphdef, weights).finish(x, attended.reshape(projected.q.shape))
+        q = group_heads(projected.q, self.config)
+        k, v = self._pieces.whole(projected.k), self._pieces.whole(projected.v)
+        size = self.config.sparse.block_size
+        attended = [
+            attend(q[:, here], k, v, blocks[:, :, here], begin, block_size=size, **self._attention_tiles)
+            for here, begin in self._pieces.own(q.shape[1])
+        ]
+        attended = jnp.concatenate(attended, axis=1).reshape(projected.q.shape)
+        return self._layer(graphdef, weights).finish(x, attended)
 
     def _loss(self, weight: Array, rows: Rows, seen: Array, projected: Projected) -> tuple[Array, LossParts]:
-        parts = forecast_loss(
-            predict(weight, seen, rows.positions, self.config),
-            group_heads(projected.q, self.config),
-            projected.k,
-            rows.positions,
-            rows.valid,
-            self.config.sparse,
-            **self._loss_options,
-        )
-        return parts.loss, parts
+        student = predict(weight, seen, rows.positions, self.config)
+        q = group_heads(projected.q, self.config)
+        k, positions, valid = (self._pieces.whole(x) for x in (projected.k, rows.positions, rows.valid))
+        sparse, options = self.config.sparse, self._loss_options
+        parts = [
+            forecast_loss(student[:, here], q[:, here], k, positions, valid, sparse, begin=begin, **options)
+            for here, begin in self._pieces.own(q.shape[1])
+        ]
+        blocks = jnp.concatenate([part.blocks for part in parts], axis=2)
+        summed = jax.tree.map(lambda *x: sum(x), *(dataclasses.replace(part, blocks=None) for part in parts))
+        return summed.loss, dataclasses.replace(summed, blocks=blocks)
 
     def _learn_rows(self, weights, layer, rows, seen, projected, gradient, sums):
         (_, parts), part = jax.value_and_grad(self._loss, has_aux=True)(weights[layer], rows, seen, projected)
-        gradient = gradient.at[layer].add(jax.lax.psum(part, DATA))
+        gradient = gradient.at[layer].add(jax.lax.psum(part, AXES))
+        # Validation compares with the selector.
+        parts = dataclasses.replace(parts, quality=parts.quality.without_selector())
         return parts.blocks, gradient, sums.add(layer, _over_devices(parts))
 
     def _measure_rows(self, weights, layer, rows, seen, projected, sums):
@@ -238,5 +287,5 @@ class ForwardPass:
 
 
 def _over_devices(parts: LossParts) -> LossParts:
-    loss, weight, pairs, quality = jax.lax.psum((parts.loss, parts.weight, parts.pairs, parts.quality), DATA)
+    loss, weight, pairs, quality = jax.lax.psum((parts.loss, parts.weight, parts.pairs, parts.quality), AXES)
     return dataclasses.replace(parts, loss=loss, weight=weight, pairs=pairs, quality=quality)

@@ -60,11 +60,12 @@ class LossParts:
 def forecast_loss(
     student: Float[Array, "batch q_len kv_heads head_dim"],
     q: Float[Array, "batch q_len kv_heads group head_dim"],
-    k: Float[Array, "batch q_len kv_heads head_dim"],
-    positions: Int[Array, "batch q_len"],
-    valid: Bool[Array, "batch q_len"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    positions: Int[Array, "batch length"],
+    valid: Bool[Array, "batch length"],
     sparse: SelectionGrid,
     *,
+    begin: int | Int[Array, ""] = 0,
     objective: Objective = Objective.PUBLISHED,
     chunk: int | None = None,
     key_tile: int = KEY_TILE,
@@ -81,6 +82,7 @@ def forecast_loss(
             a multiple of ``block_size``; `check_packing` checks a batch on the host.
         valid: False for padding, whose student, q and k may hold anything.
         sparse: the `SparseConfig` of the model.
+        begin: where in the row the first query stands; student and q may be a part of the row.
         objective: over what the divergence is taken, and how much each pair weighs.
         chunk: queries at a time. key_tile: fine keys at a time where no kernel runs; a multiple of ``block_size``. Both
             change memory and time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
@@ -91,26 +93,27 @@ def forecast_loss(
     Raises:
         ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
-    return _loss((sparse, objective, chunk_of(chunk, q, sparse), key_tile), student, q, k, positions, valid)
+    options = (sparse, objective, chunk_of(chunk, q, sparse), key_tile)
+    return _loss(options, student, q, k, positions, valid, jnp.asarray(begin, jnp.int32))
 
 
 _Options = tuple[SelectionGrid, Objective, int, int]  # as `forecast_loss` takes them
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(options: _Options, student, q, k, positions, valid) -> LossParts:
-    parts, _ = _sweep(options, student, q, k, positions, valid)
+def _loss(options: _Options, student, q, k, positions, valid, begin) -> LossParts:
+    parts, _ = _sweep(options, student, q, k, positions, valid, begin)
     return parts
 
 
-def _loss_forward(options: _Options, student, q, k, positions, valid):
-    parts, gradient = _sweep(options, student, q, k, positions, valid)
+def _loss_forward(options: _Options, student, q, k, positions, valid, begin):
+    parts, gradient = _sweep(options, student, q, k, positions, valid, begin)
     return parts, (gradient, jnp.zeros((), student.dtype))
 
 
 def _loss_backward(options: _Options, saved, cotangent: LossParts):
     gradient, like = saved
-    return (gradient * cotangent.loss).astype(like.dtype), None, None, None, None
+    return (gradient * cotangent.loss).astype(like.dtype), None, None, None, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
@@ -123,11 +126,12 @@ def _sweep(
     k: Array,
     positions: Array,
     valid: Array,
+    begin: Array,
 ) -> tuple[LossParts, Float[Array, "batch q_len kv_heads head_dim"]]:
     """The loss and its gradient with respect to ``student``, chunk by chunk."""
     sparse, objective, chunk, key_tile = options
     length = q.shape[1]
-    blocks = count_blocks(length, sparse)
+    blocks = count_blocks(k.shape[1], sparse)
     keys = make_keys(k, positions, valid, sparse, key_tile)
 
     def step(carry: None, inputs: tuple[Queries, Array]) -> tuple[None, tuple[LossParts, Array]]:
@@ -149,7 +153,7 @@ def _sweep(
         )
         return carry, (parts, gradient)
 
-    inputs = (split_queries(q, positions, valid, chunk), split_chunks(student, chunk))
+    inputs = (split_queries(q, positions, valid, chunk, begin), split_chunks(student, chunk))
     _, (parts, gradient) = jax.lax.scan(step, None, inputs)
     sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
     parts = dataclasses.replace(sums, blocks=join_chunks(parts.blocks, 2)[:, :, :length])

@@ -1,6 +1,7 @@
 """Sums of a step or of a validation as the numbers that are reported, layer by layer."""
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,8 +22,12 @@ QUALITY = {
 }
 
 
-def describe(sums: LayerSums) -> Record:
-    """Loss and quality of every layer and on average.
+STUDENT_QUALITY = tuple(name for name in QUALITY if not name.startswith("selector"))
+"""What a training step measures; validation compares with the selector, too."""
+
+
+def describe(sums: LayerSums, quality: Collection[str] = tuple(QUALITY)) -> Record:
+    """Loss and quality, those named, of every layer and on average.
 
     * ``loss``: divergence of the (query, KV head) pairs, averaged by their weights.
     * ``teacher_recall``, ``selector_recall``: share of the free blocks that the teacher, or InfLLM-V2 with the layer's
@@ -33,7 +38,8 @@ def describe(sums: LayerSums) -> Record:
     host: Any = jax.device_get(sums)
     record: Record = {"layer_loss": _quotients(host.loss, host.weight)}
     record["loss"] = _mean(record["layer_loss"])
-    for name, (part, whole) in QUALITY.items():
+    for name in quality:
+        part, whole = QUALITY[name]
         record[f"layer_{name}"] = _quotients(getattr(host.quality, part), getattr(host.quality, whole))
         record[name] = _mean(record[f"layer_{name}"])
     return record

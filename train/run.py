@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float32
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,8 +27,9 @@ from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batches
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import Start, check_export, export, fresh_weights, query_weights, read_weights
-from sparda_jax.train.forward import DATA, ForwardPass
+from sparda_jax.train.forward import ForwardPass
 from sparda_jax.train.log import RunLog, SilentLog
+from sparda_jax.train.mesh import make_mesh
 from sparda_jax.train.mixture import PERIOD, read_mixture
 from sparda_jax.train.packing import shortest_document
 from sparda_jax.train.processes import agreed, first_before_others, is_first, own_rows
@@ -106,7 +106,7 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     data = load_data(config, description, files, console)
     base = load_model(files.model, dtype=files.dtype)
     identity = config.identity() | {"base": _base_hash(base), "data": data.fingerprint}
-    forward = ForwardPass(base, Mesh(np.array(jax.devices()), (DATA,)), objective=config.objective)
+    forward = ForwardPass(base, make_mesh(jax.devices()), objective=config.objective)
     weights = _first_weights(config, files, base)
     del base  # its arrays are on the mesh now
     with (

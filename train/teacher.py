@@ -33,6 +33,7 @@ __all__ = [
     "TeacherScores",
     "check_packing",
     "route",
+    "route_bits",
     "route_chunk",
     "teacher_scores",
     "top_blocks",
@@ -81,6 +82,21 @@ def route(
     Raises:
         ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
     """
+    bits = route_bits(q, k, positions, valid, sparse, chunk=chunk, key_tile=key_tile)
+    return bits_to_ids(bits, min(sparse.num_selected_blocks, count_blocks(q.shape[1], sparse)))
+
+
+def route_bits(
+    q: Float[Array, "batch q_len kv_heads group head_dim"],
+    k: Float[Array, "batch q_len kv_heads head_dim"],
+    positions: Int[Array, "batch q_len"],
+    valid: Bool[Array, "batch q_len"],
+    sparse: SelectionGrid,
+    *,
+    chunk: int | None = None,
+    key_tile: int = KEY_TILE,
+) -> UInt32[Array, "batch kv_heads q_len words"]:
+    """The blocks of `route` as bits, see `choose_blocks`."""
     q, k = jax.lax.stop_gradient((q, k))
     keys = make_keys(k, positions, valid, sparse, key_tile)
     blocks = count_blocks(q.shape[1], sparse)
@@ -88,8 +104,9 @@ def route(
     def step(carry: None, queries: Queries) -> tuple[None, Array]:
         return carry, route_chunk(teacher_scores(queries, keys, sparse, key_tile), queries, sparse, blocks)
 
-    _, bits = jax.lax.scan(step, None, split_queries(q, positions, valid, chunk_of(chunk, q, sparse)))
-    return bits_to_ids(join_chunks(bits, 2)[:, :, : q.shape[1]], min(sparse.num_selected_blocks, blocks))
+    queries = split_queries(q, positions, valid, chunk_of(chunk, q, sparse), jnp.int32(0))
+    _, bits = jax.lax.scan(step, None, queries)
+    return join_chunks(bits, 2)[:, :, : q.shape[1]]
 
 
 def teacher_scores(queries: Queries, keys: Keys, grid: SelectionGrid, key_tile: int) -> TeacherScores:

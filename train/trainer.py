@@ -14,7 +14,7 @@ from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.data import Batch, TrainingRows
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forward import ForwardPass, LayerSums
-from sparda_jax.train.metrics import Record, describe, not_finite
+from sparda_jax.train.metrics import STUDENT_QUALITY, Record, describe, not_finite
 from sparda_jax.train.state import TrainState, apply_gradient, init_state, learning_rate, make_optimizer
 
 
@@ -43,7 +43,7 @@ class Trainer:
         self._config, self._forward, self._data = config, forward, data
         self._validation, self._report, self._should_stop = validation, report, should_stop
         self._optimizer = make_optimizer(config)
-        self._update = jax.jit(functools.partial(_update, config, self._optimizer), donate_argnums=0)
+        self._update = jax.jit(functools.partial(update_state, config, self._optimizer), donate_argnums=0)
 
     def initial_state(self, weights: Float[Array, "layers hidden outputs"]) -> TrainState:
         """Before the first step, on all devices."""
@@ -94,7 +94,7 @@ class Trainer:
         return self._forward.config.num_layers
 
     def _report_step(self, step: int, sums: LayerSums, norms: dict[str, Array], clock: "_Clock") -> None:
-        record: Record = {"kind": "train", "step": step} | describe(sums)
+        record: Record = {"kind": "train", "step": step} | describe(sums, STUDENT_QUALITY)
         record |= {name: jax.device_get(value).tolist() for name, value in norms.items()}
         self._check(record)
         tokens = round(float(sums.pairs[0]) / self._forward.config.num_kv_heads)
@@ -125,7 +125,7 @@ class Trainer:
             )
 
 
-def _update(
+def update_state(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,

@@ -1,4 +1,4 @@
-"""The softmax over fine keys, as two Pallas kernels lowered through Triton: denominators, then what is kept of values."""
+"""The softmax over fine keys, as two Pallas kernels lowered through Triton: denominators, then summaries of values."""
 
 import math
 

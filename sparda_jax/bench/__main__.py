@@ -43,6 +43,17 @@ def engine() -> None:
 
 
 @app.command(
+    "train",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Time micro-steps of Forecast training and their parts.",
+)
+def train() -> None:
+    """Found by name, since training stands above the rest of the package."""
+    runpy.run_module("sparda_jax.train.bench", run_name="__main__", alter_sys=True)
+
+
+@app.command(
     "serve",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

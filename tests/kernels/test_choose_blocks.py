@@ -44,7 +44,7 @@ def test_as_defined(blocks: int, num_selected: int, backend: str) -> None:
     found = np.asarray(bits_to_mask(bits, 32 * bits.shape[-1]))
     assert not found[..., blocks:].any()
     for b, h, row in np.ndindex(scores.shape[:3]):
-        expected = definition(scores[b, h, row], first[b, row], own[b, row], num_selected)
+        expected = definition(scores[b, h, row], int(first[b, row]), int(own[b, row]), num_selected)
         np.testing.assert_array_equal(found[b, h, row, :blocks], expected)
 
 

@@ -79,6 +79,6 @@ def test_refusals() -> None:
         fine_softmax(q, fine, first, last, stride=STRIDE, block_size=BLOCK, tile=48)
     with pytest.raises(ValueError, match="must be int32"):
         fine_softmax(q, fine, first.astype(jnp.int16), last, stride=STRIDE, block_size=BLOCK, tile=TILE)
+    wide = q.astype(jnp.float32), fine.astype(jnp.float32)
     with pytest.raises(ValueError, match="does not take"):
-        wide = q.astype(jnp.float32), fine.astype(jnp.float32)
         fine_softmax(*wide, first, last, stride=STRIDE, block_size=BLOCK, tile=TILE, backend="triton")

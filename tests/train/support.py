@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder
+from sparda_jax.train import mesh
 from sparda_jax.train.checkpoints import Checkpoints
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.corpus import Corpus
 from sparda_jax.train.data import Batch, TrainingRows, validation_batches
 from sparda_jax.train.forecast import fresh_weights
-from sparda_jax.train.forward import DATA, ForwardPass
+from sparda_jax.train.forward import ForwardPass
 from sparda_jax.train.loss import Objective
 from sparda_jax.train.metrics import Record
 from sparda_jax.train.state import TrainState
@@ -108,8 +109,8 @@ def make_validation(config: TrainConfig, model: Decoder, corpus: Corpus | None =
     )
 
 
-def make_mesh(devices: int = 1) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), (DATA,))
+def make_mesh(devices: int = 1, **axes: int) -> Mesh:
+    return mesh.make_mesh(jax.devices()[:devices], **axes)
 
 
 def forward_pass(*, objective: Objective = Objective.PUBLISHED, **model: int) -> ForwardPass:

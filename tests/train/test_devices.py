@@ -1,4 +1,4 @@
-"""Four devices, which a CPU can stand for, train as one does."""
+"""Four devices, which a CPU can stand for, train as one does, however rows, weights and tokens are shared out."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,14 +29,16 @@ from tests.train.support import (
 )
 
 CONFIG = make_config(batch_size=8, micro_batch_size=4, steps=3, save_every=3)
+MESHES = {"rows": {}, "weights and tokens": {"fsdp": 2, "sequence": 2}, "tokens": {"sequence": 4}}
 LENGTHS = (500, 300, 400, 512, 350, 260, 480, 300, 230, 200, 512, 400)
 
 
-def train(folder: Path, devices: int) -> list[Record]:
+def train(folder: Path, devices: int, **axes: int) -> list[Record]:
     """A run on a mesh of so many devices; what it reports, and the weights in a file."""
+    folder.mkdir()
     model = tiny_model()
     records: list[Record] = []
-    forward = ForwardPass(model, make_mesh(devices))
+    forward = ForwardPass(model, make_mesh(devices, **axes))
     rows, validation = make_rows(CONFIG, model, random_corpus(LENGTHS)), make_validation(CONFIG, model)
     trainer = Trainer(CONFIG, forward, rows, validation, report=records.append)
     with Checkpoints(folder / "checkpoints", keep=1, identity=CONFIG.identity()) as checkpoints:
@@ -45,30 +48,34 @@ def train(folder: Path, devices: int) -> list[Record]:
     return records
 
 
+def train_on_four(folder: Path) -> None:
+    """Runs in ``folder``, each with its records in a file."""
+    assert jax.device_count() == 4
+    for name, axes in MESHES.items():
+        (folder / f"{name}.json").write_text(json.dumps(train(folder / name, 4, **axes)))
+
+
 def test_four_devices_train_as_one(tmp_path: Path) -> None:
-    four, one = tmp_path / "four", tmp_path / "one"
-    four.mkdir()
-    one.mkdir()
+    one = tmp_path / "one"
     code = (
-        "import json, jax; from pathlib import Path; from tests.train.test_devices import train; "
-        "assert jax.device_count() == 4; "
-        f"json.dump(train(Path({str(four)!r}), 4), open({str(four / 'records.json')!r}, 'w'))"
+        f"from pathlib import Path; from tests.train import test_devices as t; t.train_on_four(Path({str(tmp_path)!r}))"
     )
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True)
     expected = train(one, 1)
-    found = json.loads((four / "records.json").read_text())
-    assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in expected]
-    for a, b in zip(found, expected, strict=True):
-        for name in b.keys() - {"kind", "tokens_per_s"}:
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), name
-    np.testing.assert_allclose(np.load(four / "weights.npy"), np.load(one / "weights.npy"), rtol=0, atol=1e-5)
-    # One device goes on with what four have written.
-    resumed = run_training(
-        four / "checkpoints", make_config(batch_size=8, micro_batch_size=4, steps=3, save_every=3), resume=True
-    )
-    np.testing.assert_array_equal(resumed.state.weights, np.load(four / "weights.npy"))
+    for mesh in MESHES:
+        found = json.loads((tmp_path / f"{mesh}.json").read_text())
+        assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in expected]
+        for a, b in zip(found, expected, strict=True):
+            for name in b.keys() - {"kind", "tokens_per_s"}:
+                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), (mesh, name)
+        weights = np.load(tmp_path / mesh / "weights.npy")
+        np.testing.assert_allclose(weights, np.load(one / "weights.npy"), rtol=0, atol=1e-5)
+        # One device goes on with what four have written.
+        config = make_config(batch_size=8, micro_batch_size=4, steps=3, save_every=3)
+        resumed = run_training(tmp_path / mesh / "checkpoints", config, resume=True)
+        np.testing.assert_array_equal(resumed.state.weights, weights)
 
 
 def test_rows_that_devices_cannot_share() -> None:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
+from sparda_jax.train import mesh
 from sparda_jax.train.forecast import fresh_weights
-from sparda_jax.train.forward import DATA, ForwardPass, LayerSums
+from sparda_jax.train.forward import ForwardPass, LayerSums
 from tests.train.support import leaves, make_config, make_mesh, make_rows, random_corpus, run_training, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def learn(forward: ForwardPass) -> tuple[np.ndarray, LayerSums]:
 
 def test_as_on_a_cpu() -> None:
     gradient, sums = learn(ForwardPass(tiny_model(), make_mesh()))
-    cpu = ForwardPass(tiny_model(), Mesh(np.array(jax.devices("cpu")[:1]), (DATA,)))
+    cpu = ForwardPass(tiny_model(), mesh.make_mesh(jax.devices("cpu")[:1]))
     expected, expected_sums = learn(cpu)
     np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-4)
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

@@ -43,13 +43,13 @@ def test_loss_and_gradient(forward: ForwardPass) -> None:
     weight = jax.ShapeDtypeStruct((HIDDEN, 256), jnp.float32)
     learn = jax.value_and_grad(forward._loss, has_aux=True)
     stats = compile_for_h200(learn, weight, ROWS, struct(HIDDEN), PROJECTED).memory_stats
-    assert stats.temp_size_in_bytes < 400 * MEBIBYTE
+    assert stats.temp_size_in_bytes < 600 * MEBIBYTE
 
 
 def test_the_rest_of_the_layer(forward: ForwardPass) -> None:
     """Queries in and heads out are 512 MiB each, and each is laid out anew once."""
     ((graphdef, weights),) = forward._layers
-    blocks = jax.ShapeDtypeStruct((1, 2, TOKENS, 96), jnp.int32)
+    blocks = jax.ShapeDtypeStruct((1, 2, TOKENS, TOKENS // 64 // 32), jnp.uint32)
     advance = functools.partial(forward._advance_rows, graphdef)
     stats = compile_for_h200(advance, weights, struct(HIDDEN), PROJECTED, blocks).memory_stats
     assert stats.temp_size_in_bytes < 1536 * MEBIBYTE

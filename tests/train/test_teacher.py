@@ -24,7 +24,7 @@ def scores_of(arrays: tuple[jax.Array, ...], grid: Grid, chunk: int, key_tile: i
     """The scores of all queries, chunks in front."""
     _, q, k, positions, valid = arrays
     keys = make_keys(k, positions, valid, grid, key_tile)
-    queries = split_queries(q, positions, valid, chunk)
+    queries = split_queries(q, positions, valid, chunk, jnp.int32(0))
     return jax.lax.map(lambda chunk: teacher_scores(chunk, keys, grid, key_tile), queries)
 
 
