@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sparda_jax.checkpoint import CheckpointError
-from sparda_jax.config import ConfigError, ModelConfig
+from sparda_jax.checkpoint import CheckpointError, open_weights
+from sparda_jax.config import ConfigError
 from sparda_jax.tokenizer import Tokenizer, TokenizerError
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.divergence import Objective
@@ -53,8 +53,12 @@ def train(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row. Without: the model's whole context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = TrainConfig.batch_size,
     micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows that go through the model together. Without: one for each device.")
+        int | None, typer.Option(help="Rows that go through the model together. Without: as many as devices can share.")
     ] = None,
+    fsdp: Annotated[int, typer.Option(help="Devices that share one copy of the base.")] = TrainConfig.fsdp,
+    sequence_shards: Annotated[
+        int, typer.Option(help="Devices of a process that share a row.")
+    ] = TrainConfig.sequence_shards,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
     learning_rate: Annotated[float, typer.Option(help="After the warm-up.")] = TrainConfig.learning_rate,
     final_learning_rate: Annotated[
@@ -98,6 +102,16 @@ def train(
     process_id: Annotated[
         int | None, typer.Option(help="This process, from 0; without: what Slurm or MPI says.")
     ] = None,
+    activations: Annotated[
+        Path | None,
+        typer.Option(help="Train each layer on its own, from what the base computes once and this folder keeps."),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="With --activations: these only, comma-separated. Without: all.")
+    ] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="Of one device, for the MFU. Without: its data sheet's in bf16, if known.")
+    ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="At the end, draw curves.png (needs matplotlib).")] = False,
 ) -> None:
     """Train the Forecast of a frozen model on text, on all devices of this process, or of all with --coordinator.
@@ -109,11 +123,16 @@ def train(
             join(coordinator, num_processes, process_id)
         elif num_processes is not None or process_id is not None:
             raise TrainingError("--num-processes and --process-id need --coordinator HOST:PORT")
+        if layers is not None and activations is None:
+            raise TrainingError("--layers needs --activations FOLDER")
         _keep_programs(out / PROGRAMS)
+        description = open_weights(model).config
         config = TrainConfig(
-            seq_len=ModelConfig.from_pretrained(model).max_position_embeddings if seq_len is None else seq_len,
+            seq_len=description.max_position_embeddings if seq_len is None else seq_len,
             batch_size=batch_size,
-            micro_batch_size=jax.device_count() if micro_batch_size is None else micro_batch_size,
+            micro_batch_size=max(jax.device_count() // max(sequence_shards, 1), 1)
+            if micro_batch_size is None
+            else micro_batch_size,
             steps=steps,
             learning_rate=learning_rate,
             final_learning_rate=final_learning_rate,
@@ -126,6 +145,9 @@ def train(
             validation_rows=validation_rows,
             start=start,
             objective=objective,
+            fsdp=fsdp,
+            sequence_shards=sequence_shards,
+            layers=None if activations is None else _layers(layers, description.num_layers),
         )
         files = RunFiles(
             model=model,
@@ -142,6 +164,8 @@ def train(
             resume_step=resume_step,
             print_every=print_every,
             plot=plot,
+            activations=activations,
+            peak_tflops=peak_tflops,
         )
         run(config, files, Console(quiet=not is_first()))
     except (TrainingError, CheckpointError, ConfigError, TokenizerError, OSError) as error:
@@ -168,6 +192,15 @@ def retokenise_command(
     except (TrainingError, CheckpointError, TokenizerError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _layers(text: str | None, count: int) -> tuple[int, ...]:
+    if text is None:
+        return tuple(range(count))
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise TrainingError(f"--layers {text}: give whole numbers, separated by commas") from None
 
 
 def _keep_programs(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparda_jax.pallas_kernels.block_selection import bits_to_mask, pool_to_blocks
 from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, dot, log_sum_exp
@@ -57,8 +57,10 @@ def selection_quality(
     keys: Keys,
     sets: BlockSets,
     grid: SelectionGrid,
-) -> SelectionQuality:
-    """Compares the student's and the layer's own selection of serving with the teacher's blocks."""
+) -> tuple[SelectionQuality, UInt32[Array, "batch kv_heads chunk words"]]:
+    """Compares the student's and the layer's own selection of serving with the teacher's blocks; the student's as bits,
+    too.
+    """
     blocks = chosen.shape[-1]
     begins = jnp.arange(scores.shape[-1]) * grid.kernel_stride
     ended = (begins + grid.kernel_size - 1 <= queries.index[:, None]) & keys.window_exists[:, None]
@@ -66,7 +68,7 @@ def selection_quality(
 
     def selected(window_scores: Array) -> Array:
         pooled = pool_to_blocks(jnp.where(ended, window_scores, -jnp.inf), grid.block_size // grid.kernel_stride)
-        return bits_to_mask(top_blocks(pooled, queries, grid, blocks), blocks)
+        return top_blocks(pooled, queries, grid, blocks)
 
     def add_head(head: Array, total: Array) -> Array:
         rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)
@@ -75,8 +77,9 @@ def selection_quality(
         return total + jnp.exp(logits - log_sum_exp(logits))
 
     group = queries.q.shape[3]
-    own = selected(jax.lax.fori_loop(0, group, add_head, jnp.where(False, scores, 0)))
-    student = selected(scores)
+    own = bits_to_mask(selected(jax.lax.fori_loop(0, group, add_head, jnp.where(False, scores, 0))), blocks)
+    bits = selected(scores)
+    student = bits_to_mask(bits, blocks)
     choice = jnp.sum(sets.past, axis=-1, keepdims=True) > grid.num_selected_blocks
     free = sets.past & ~sets.forced & choice
     mass = teacher.mass[..., :blocks] / group
@@ -87,7 +90,7 @@ def selection_quality(
     def weigh(mask: Array) -> Array:
         return jnp.sum(jnp.where(mask & free, mass, 0))
 
-    return SelectionQuality(
+    quality = SelectionQuality(
         pairs=jnp.sum(choice) * scores.shape[1],
         teacher_blocks=count(chosen),
         teacher_hits=count(chosen & student),
@@ -98,3 +101,4 @@ def selection_quality(
         selector_mass=weigh(own),
         student_mass=weigh(student),
     )
+    return quality, bits

@@ -34,6 +34,8 @@ _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
     "save_every": (_positive, "it must be at least 1"),
     "keep": (_positive, "it must be at least 1"),
     "validation_rows": (_not_negative, "it must not be negative"),
+    "fsdp": (_positive, "it must be at least 1"),
+    "sequence_shards": (_positive, "it must be at least 1"),
 }
 
 
@@ -57,6 +59,10 @@ class TrainConfig:
         validation_rows: documents that are set aside for validation, or read of a validation set, at most.
         start: what the weights are at first, without a Forecast to start from.
         objective: what the loss compares.
+        fsdp: devices that share one copy of the base.
+        sequence_shards: devices that share a row.
+        layers: train only these, each on its own: a layer's gradient is clipped by its own norm, so its course depends
+            on no other layer. None: all together.
     """
 
     seq_len: int
@@ -74,6 +80,9 @@ class TrainConfig:
     validation_rows: int = 16
     start: Start = Start.QUERIES
     objective: Objective = Objective.PUBLISHED
+    fsdp: int = 1
+    sequence_shards: int = 1
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, (allowed, rule) in _ALLOWED.items():
@@ -85,6 +94,8 @@ class TrainConfig:
                 f"micro_batch_size={self.micro_batch_size} must divide batch_size={self.batch_size}: "
                 "a step is a whole number of micro-batches"
             )
+        if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
+            raise TrainingError(f"layers={self.layers}: name at least one, and each once")
 
     @property
     def accumulation(self) -> int:
@@ -105,30 +116,40 @@ class TrainConfig:
                 "selected: the Forecast would have nothing to choose"
             )
         block, shortest = sparse.block_size, shortest_document(sparse)
-        if self.seq_len % block:
-            raise TrainingError(f"seq_len={self.seq_len} must be a multiple of the block size, {block}")
+        pieces = 2 * self.sequence_shards if self.sequence_shards > 1 else 1
+        if self.seq_len % (block * pieces):
+            cut = f" times {pieces}, since sequence_shards={self.sequence_shards} devices share a row" * (pieces > 1)
+            raise TrainingError(f"seq_len={self.seq_len} must be a multiple of the block size, {block}{cut}")
         if not shortest <= self.seq_len <= config.max_position_embeddings:
             raise TrainingError(
                 f"seq_len={self.seq_len} must lie between {shortest} (below it every block is always selected) and the "
                 f"model's max_position_embeddings={config.max_position_embeddings}"
             )
+        unknown = [layer for layer in self.layers or () if not 0 <= layer < config.num_layers]
+        if unknown:
+            raise TrainingError(f"layers={unknown[0]}: the model has layers 0 to {config.num_layers - 1}")
 
     def check_devices(self, devices: int) -> None:
         """Refuses micro-batches that can't be shared out evenly.
 
+        Args:
+            devices: of all processes; `make_mesh` takes them.
+
         Raises:
             TrainingError: see above.
         """
-        if self.micro_batch_size % devices:
+        shares = devices // self.sequence_shards
+        if self.micro_batch_size % shares:
+            groups = "devices" if self.sequence_shards == 1 else f"groups of {self.sequence_shards} devices"
             raise TrainingError(
-                f"micro_batch_size={self.micro_batch_size} can't be shared out evenly to {devices} devices; "
-                f"use a multiple of {devices}"
+                f"micro_batch_size={self.micro_batch_size} can't be shared out evenly to {shares} {groups}; "
+                f"use a multiple of {shares}"
             )
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it goes on with: all that shapes its course.
 
-        ``steps`` may grow, and rows may be grouped otherwise to fit another machine.
+        ``steps`` may grow, and rows, weights and tokens may be shared out otherwise to fit another machine.
         """
-        free = {"steps", "micro_batch_size", "save_every", "keep", "validation_rows"}
+        free = {"steps", "micro_batch_size", "save_every", "keep", "validation_rows", "fsdp", "sequence_shards"}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}

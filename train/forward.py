@@ -21,9 +21,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from sparda_jax.model import Decoder, DecoderLayer, rope_tables
 from sparda_jax.selection import group_heads
 from sparda_jax.train import attention
+from sparda_jax.train._cache_hits import CacheHits, cache_hits
 from sparda_jax.train._rows import KEY_TILE
 from sparda_jax.train.attention import attend
 from sparda_jax.train.data import Batch
+from sparda_jax.train.flops import Flops
 from sparda_jax.train.forecast import predict
 from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, forecast_loss
 from sparda_jax.train.mesh import AXES, ROWS, SEQUENCE, Pieces, gather_weights, weight_spec
@@ -32,20 +34,25 @@ from sparda_jax.train.mesh import AXES, ROWS, SEQUENCE, Pieces, gather_weights, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSums:
-    """Sums over rows, micro-batches and devices, ``[layers]`` each, float32; see `LossParts` and `SelectionQuality`."""
+    """Sums over rows, micro-batches and devices, ``[layers]`` each, float32; see `LossParts`, `SelectionQuality` and
+    `CacheHits`, which only `ForwardPass.measure` counts.
+    """
 
     loss: Float[Array, "layers"]
     weight: Float[Array, "layers"]
     pairs: Float[Array, "layers"]
     quality: SelectionQuality
+    cache: CacheHits
 
     @classmethod
     def zeros(cls, layers: int) -> Self:
-        fields = [field.name for field in dataclasses.fields(SelectionQuality)]
-        quality = SelectionQuality(**{name: jnp.zeros(layers) for name in fields})
-        return cls(loss=jnp.zeros(layers), weight=jnp.zeros(layers), pairs=jnp.zeros(layers), quality=quality)
+        def of[T: SelectionQuality | CacheHits](kind: type[T]) -> T:
+            return kind(**{field.name: jnp.zeros(layers) for field in dataclasses.fields(kind)})
 
-    def add(self, layer: Int[Array, ""], parts: LossParts) -> Self:
+        loss, weight, pairs = (jnp.zeros(layers) for _ in range(3))  # one each, since they are donated
+        return cls(loss=loss, weight=weight, pairs=pairs, quality=of(SelectionQuality), cache=of(CacheHits))
+
+    def add(self, layer: Int[Array, ""], parts: LossParts, cache: CacheHits | None = None) -> Self:
         """With the sums of one more part of one layer."""
         add = functools.partial(jax.tree.map, lambda total, part: total.at[layer].add(part.astype(jnp.float32)))
         return dataclasses.replace(
@@ -54,6 +61,7 @@ class LayerSums:
             weight=add(self.weight, parts.weight),
             pairs=add(self.pairs, parts.pairs),
             quality=add(self.quality, parts.quality),
+            cache=self.cache if cache is None else add(self.cache, cache),
         )
 
 
@@ -168,6 +176,10 @@ class ForwardPass:
 
         return jax.tree.map(spread, values)
 
+    def flops(self, positions: Int[np.ndarray, "tokens"]) -> float:
+        """What `learn` has to compute for tokens at these positions of their documents, see `Flops`."""
+        return Flops.of(self.config, positions).total
+
     def learn(
         self,
         weights: Float[Array, "layers hidden outputs"],
@@ -192,7 +204,7 @@ class ForwardPass:
         for layer in range(self.config.num_layers):
             projected = self.project(layer, x, rows)
             seen = projected.normed if before is None else before
-            blocks, sums = self._measure(weights, self._numbers[layer], rows, seen, projected, sums)
+            blocks, sums = self.measure_layer(layer, weights, rows, seen, projected, sums)
             before = projected.normed
             if layer + 1 < self.config.num_layers:
                 x = self.advance(layer, x, projected, blocks)
@@ -224,6 +236,18 @@ class ForwardPass:
         """
         return self._learn(weights, self._numbers[layer], rows, seen, projected, gradient, sums)
 
+    def measure_layer(
+        self,
+        layer: int,
+        weights: Float[Array, "layers hidden outputs"],
+        rows: Rows,
+        seen: Float[Array, "rows seq_len hidden"],
+        projected: Projected,
+        sums: LayerSums,
+    ) -> tuple[UInt32[Array, "rows kv_heads seq_len words"], LayerSums]:
+        """As `learn_layer`, without a gradient."""
+        return self._measure(weights, self._numbers[layer], rows, seen, projected, sums)
+
     def advance(
         self,
         layer: int,
@@ -246,6 +270,7 @@ class ForwardPass:
 
     def _project_rows(self, graphdef: nnx.GraphDef, weights: Any, x: Array, rows: Rows) -> Projected:
         found = self._layer(graphdef, weights).project(x, *rope_tables(self.config, rows.positions))
+        assert found.normed is not None  # only decode's kernel between two layers keeps it to itself
         return Projected(normed=found.normed, q=found.q, k=found.k, v=found.v)
 
     def _advance_rows(
@@ -270,9 +295,12 @@ class ForwardPass:
             forecast_loss(student[:, here], q[:, here], k, positions, valid, sparse, begin=begin, **options)
             for here, begin in self._pieces.own(q.shape[1])
         ]
-        blocks = jnp.concatenate([part.blocks for part in parts], axis=2)
-        summed = jax.tree.map(lambda *x: sum(x), *(dataclasses.replace(part, blocks=None) for part in parts))
-        return summed.loss, dataclasses.replace(summed, blocks=blocks)
+        blocks, student = (
+            jnp.concatenate([getattr(part, name) for part in parts], axis=2) for name in ("blocks", "student_blocks")
+        )
+        numbers = [dataclasses.replace(part, blocks=None, student_blocks=None) for part in parts]
+        summed = jax.tree.map(lambda *x: sum(x), *numbers)
+        return summed.loss, dataclasses.replace(summed, blocks=blocks, student_blocks=student)
 
     def _learn_rows(self, weights, layer, rows, seen, projected, gradient, sums):
         (_, parts), part = jax.value_and_grad(self._loss, has_aux=True)(weights[layer], rows, seen, projected)
@@ -283,7 +311,12 @@ class ForwardPass:
 
     def _measure_rows(self, weights, layer, rows, seen, projected, sums):
         _, parts = self._loss(weights[layer], rows, seen, projected)
-        return parts.blocks, sums.add(layer, _over_devices(parts))
+        bits = jnp.swapaxes(self._pieces.whole(jnp.swapaxes(parts.student_blocks, 1, 2)), 1, 2)
+        positions, valid = (self._pieces.whole(x) for x in (rows.positions, rows.valid))
+        cache = cache_hits(bits, positions, valid, self.config.sparse)
+        # Every device that shares the rows has counted all their tokens.
+        cache = jax.tree.map(lambda x: jax.lax.psum(x, AXES) / self._pieces.shards, cache)
+        return parts.blocks, sums.add(layer, _over_devices(parts), cache)
 
 
 def _over_devices(parts: LossParts) -> LossParts:

@@ -14,7 +14,7 @@ from rich.table import Table
 from sparda_jax.checkpoint.atomic import atomic_file
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.event_file import EventFile
-from sparda_jax.train.metrics import Record
+from sparda_jax.train.metrics import QUALITY, Record
 
 METRICS_FILE, EVENTS_FOLDER = "metrics.jsonl", "tensorboard"
 
@@ -81,9 +81,10 @@ class RunLog:
             return
         self._progress.update(self._task, completed=record["step"], description=f"loss {_loss(record['loss'])}")
         if record["step"] % self._print_every == 0:
+            mfu = "" if record["mfu"] is None else f", MFU {_percent(record['mfu'])}"
             self._progress.console.print(
                 f"step {record['step']}: loss {_loss(record['loss'])}, recall {_percent(record['teacher_recall'])}, "
-                f"gradient {record['grad_norm']:.3g}, {record['tokens_per_s']:.0f} tokens/s"
+                f"gradient {record['grad_norm']:.3g}, {record['tokens_per_s']:.0f} tokens/s{mfu}"
             )
 
 
@@ -117,7 +118,7 @@ def _scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 def validation_table(record: Record) -> Table:
     """Loss and quality of every layer, and on average."""
-    columns = ("loss", "teacher_recall", "selector_recall", "student_mass", "selector_mass", "teacher_mass")
+    columns = ("loss", *QUALITY)
     table = Table(
         "layer", *(name.replace("_", " ") for name in columns), title=f"validation after step {record['step']}"
     )

@@ -46,6 +46,7 @@ class LossParts:
         supervised_pairs: pairs with something to learn; the others add 0 to ``loss``.
         quality: metrics; costs nothing where a jitted caller drops it. No gradient.
         blocks: what the base attends to, the blocks of `route`, as bits: block b is bit ``b % 32`` of word ``b // 32``.
+        student_blocks: what serving by the Forecast would attend to, as bits; free of cost like ``quality``.
     """
 
     loss: Float[Array, ""]
@@ -54,6 +55,7 @@ class LossParts:
     supervised_pairs: Int[Array, ""]
     quality: SelectionQuality
     blocks: UInt32[Array, "batch kv_heads q_len words"]
+    student_blocks: UInt32[Array, "batch kv_heads q_len words"]
 
 
 @functools.partial(jax.jit, static_argnames=("sparse", "objective", "chunk", "key_tile"))
@@ -143,18 +145,21 @@ def _sweep(
         scores = dot("bqhd,bhwd->bhqw", student_rows, keys.compressed)
         found = divergence(objective, scores, teacher, chosen, queries, keys, sets, sparse)
         gradient = dot("bhqw,bhwd->bqhd", found.slope, keys.compressed) / np.sqrt(q.shape[-1])
+        quality, student_bits = selection_quality(scores, teacher, chosen, queries, keys, sets, sparse)
         parts = LossParts(
             loss=jnp.sum(found.loss),
             weight=jnp.sum(found.weight),
             pairs=jnp.sum(queries.real) * q.shape[2],
             supervised_pairs=jnp.sum(found.active),
-            quality=selection_quality(scores, teacher, chosen, queries, keys, sets, sparse),
+            quality=quality,
             blocks=bits,
+            student_blocks=student_bits,
         )
         return carry, (parts, gradient)
 
     inputs = (split_queries(q, positions, valid, chunk, begin), split_chunks(student, chunk))
     _, (parts, gradient) = jax.lax.scan(step, None, inputs)
     sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
-    parts = dataclasses.replace(sums, blocks=join_chunks(parts.blocks, 2)[:, :, :length])
+    whole = {name: join_chunks(getattr(parts, name), 2)[:, :, :length] for name in ("blocks", "student_blocks")}
+    parts = dataclasses.replace(sums, **whole)
     return parts, join_chunks(gradient, 1)[:, :length]

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,12 +21,14 @@ from sparda_jax.checkpoint.atomic import atomic_file
 from sparda_jax.config import ModelConfig
 from sparda_jax.model import Decoder
 from sparda_jax.tokenizer import Tokenizer
+from sparda_jax.train.activations import CachedForward, check_rows
 from sparda_jax.train.checkpoints import Checkpoints
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.corpus import Corpus, check_tokenizer, load_corpus
 from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batches
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.flops import peak_flops
 from sparda_jax.train.forecast import Start, check_export, export, fresh_weights, query_weights, read_weights
 from sparda_jax.train.forward import ForwardPass
 from sparda_jax.train.log import RunLog, SilentLog
@@ -53,6 +56,8 @@ class RunFiles:
         resume: go on from ``resume_step``, or from the newest checkpoint if that is None.
         print_every: steps between two lines on the console.
         plot: draw the curves at the end.
+        activations: folder of what the base computes, for `TrainConfig.layers`.
+        peak_tflops: of one device, for the MFU; None: what its data sheet says, if it is known.
     """
 
     model: Path
@@ -69,6 +74,8 @@ class RunFiles:
     resume_step: int | None = None
     print_every: int = 10
     plot: bool = False
+    activations: Path | None = None
+    peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         if self.export_forecast is not None:
@@ -79,6 +86,8 @@ class RunFiles:
             raise TrainingError("--resume goes on with the weights in --out; it can't be combined with --init-forecast")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise TrainingError(f"--dtype {self.dtype}: use float32 or bfloat16")
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise TrainingError(f"--peak-tflops {self.peak_tflops}: it must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,14 +108,26 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     """
     description = open_weights(files.model).config
     config.check_model(description)
+    mesh = make_mesh(jax.devices(), fsdp=config.fsdp, sequence=config.sequence_shards)
     config.check_devices(jax.device_count())
+    if (config.layers is None) != (files.activations is None):
+        raise TrainingError("layers that train on their own need a folder for activations, and only they")
+    if config.layers is not None:
+        check_rows(mesh)
     if files.resume and not (files.out / CHECKPOINTS).is_dir():
         raise TrainingError(f"{files.out} holds no checkpoint; start without --resume, or name the --out of a run")
     check_tokenizer(Tokenizer.from_pretrained(files.model), description)
     data = load_data(config, description, files, console)
     base = load_model(files.model, dtype=files.dtype)
-    identity = config.identity() | {"base": _base_hash(base), "data": data.fingerprint}
-    forward = ForwardPass(base, make_mesh(jax.devices()), objective=config.objective)
+    base_hash = _base_hash(base)
+    identity = config.identity() | {"base": base_hash, "data": data.fingerprint}
+    forward = _make_forward(config, files, base, mesh, base_hash)
+    if isinstance(forward, CachedForward):
+        rows = min(data.train.packing.num_rows, config.steps * config.batch_size)
+        gigabytes = forward.bytes_of_row(config.seq_len) / 1e9
+        console.print(
+            f"{files.activations}: {gigabytes:.3g} GB for each of {rows:,} rows, and of those to validate with"
+        )
     weights = _first_weights(config, files, base)
     del base  # its arrays are on the mesh now
     with (
@@ -114,7 +135,15 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
         _open_log(config, files, console) as log,
         _stop_on_signal(console) as should_stop,
     ):
-        trainer = Trainer(config, forward, data.train, data.validation, report=log, should_stop=agreed(should_stop))
+        trainer = Trainer(
+            config,
+            forward,
+            data.train,
+            data.validation,
+            report=log,
+            should_stop=agreed(should_stop),
+            peak_flops=_peak_flops(files),
+        )
         state = _first_state(files, trainer, weights, checkpoints)
         if is_first():
             _record_config(config, files)
@@ -189,6 +218,19 @@ def _tokenise(paths: Sequence[Path], files: RunFiles, console: Console) -> Corpu
         return load_corpus(
             paths, files.model, cache, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
+
+
+def _make_forward(config: TrainConfig, files: RunFiles, base: Decoder, mesh: Mesh, base_hash: str) -> ForwardPass:
+    if config.layers is None or files.activations is None:
+        return ForwardPass(base, mesh, objective=config.objective)
+    folder = files.activations / base_hash.replace(" ", "-")
+    return CachedForward(base, mesh, folder, config.layers, objective=config.objective)
+
+
+def _peak_flops(files: RunFiles) -> float | None:
+    """Of this process's devices, whose rows it counts."""
+    devices = jax.local_devices()
+    return peak_flops(devices) if files.peak_tflops is None else 1e12 * files.peak_tflops * len(devices)
 
 
 def _first_weights(config: TrainConfig, files: RunFiles, base: Decoder) -> Float32[np.ndarray, "layers hidden outputs"]:

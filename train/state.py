@@ -1,10 +1,11 @@
 """What a step changes: the weights and the optimiser's moments, all float32, and the number of steps done."""
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -37,14 +38,25 @@ def learning_rate(config: TrainConfig, step: jax.typing.ArrayLike) -> Float[Arra
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with the published betas and epsilon, after clipping by the norm over all layers."""
-    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    return optax.chain(
-        clip,
-        optax.adamw(
-            lambda step: learning_rate(config, step), b1=0.9, b2=0.95, eps=1e-6, weight_decay=config.weight_decay
-        ),
+    """AdamW with the published betas and epsilon, after clipping by the norm over all layers; of single layers, by the
+    norm of each, and the others stay.
+    """
+    adamw = optax.adamw(
+        lambda step: learning_rate(config, step), b1=0.9, b2=0.95, eps=1e-6, weight_decay=config.weight_decay
     )
+    if config.layers is None:
+        clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+        return optax.chain(clip, adamw)
+    limit, trained = config.max_grad_norm or jnp.inf, np.asarray(config.layers)
+
+    def clip_each(gradient: Any, _: object) -> Array:
+        norms = jnp.sqrt(jnp.sum(gradient**2, axis=(1, 2), keepdims=True))
+        return jnp.where(norms < limit, gradient, gradient / norms * limit)
+
+    def keep_others(updates: Any, _: object) -> Array:
+        return jnp.zeros_like(updates).at[trained].set(updates[trained])
+
+    return optax.chain(optax.stateless(clip_each), adamw, optax.stateless(keep_others))
 
 
 def init_state(weights: Float[Array, "layers hidden outputs"], optimizer: optax.GradientTransformation) -> TrainState:

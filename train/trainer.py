@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
@@ -28,6 +29,7 @@ class Trainer:
         validation: measured before the first step and before every checkpoint; may be empty.
         report: gets a record of each step and each validation, in order.
         should_stop: asked after every step; True ends the run there, with a checkpoint.
+        peak_flops: FLOP/s of this process's devices at most, for the MFU; None: it isn't told.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class Trainer:
         *,
         report: Callable[[Record], None],
         should_stop: Callable[[], bool] = lambda: False,
+        peak_flops: float | None = None,
     ) -> None:
         self._config, self._forward, self._data = config, forward, data
         self._validation, self._report, self._should_stop = validation, report, should_stop
+        self._peak_flops = peak_flops
         self._optimizer = make_optimizer(config)
         self._update = jax.jit(functools.partial(update_state, config, self._optimizer), donate_argnums=0)
 
@@ -67,14 +71,16 @@ class Trainer:
         if first == 0 and self._validation:
             self._validate(state)
         clock = _Clock()
-        unread: list[tuple[int, LayerSums, dict[str, Array]]] = []
+        unread: list[tuple[int, LayerSums, dict[str, Array], float]] = []
         for step in range(first, config.steps):
             gradient, sums = self._forward.everywhere((jnp.zeros_like(state.weights), LayerSums.zeros(self._layers)))
+            flops = 0.0
             for number in range(step * config.accumulation, (step + 1) * config.accumulation):
-                rows = self._forward.on_devices(self._data.batch(number))
-                gradient, sums = self._forward.learn(state.weights, rows, gradient, sums)
+                batch = self._data.batch(number)
+                flops += self._forward.flops(batch.positions[batch.segments > 0])
+                gradient, sums = self._forward.learn(state.weights, self._forward.on_devices(batch), gradient, sums)
             state, norms = self._update(state, gradient, sums)
-            unread.append((step + 1, sums, norms))
+            unread.append((step + 1, sums, norms, flops))
             stop = step + 1 == config.steps or self._should_stop()
             save = stop or (step + 1) % config.save_every == 0
             while len(unread) > (0 if save else 1):
@@ -93,12 +99,14 @@ class Trainer:
     def _layers(self) -> int:
         return self._forward.config.num_layers
 
-    def _report_step(self, step: int, sums: LayerSums, norms: dict[str, Array], clock: "_Clock") -> None:
+    def _report_step(self, step: int, sums: LayerSums, norms: dict[str, Array], flops: float, clock: "_Clock") -> None:
         record: Record = {"kind": "train", "step": step} | describe(sums, STUDENT_QUALITY)
         record |= {name: jax.device_get(value).tolist() for name, value in norms.items()}
         self._check(record)
-        tokens = round(float(sums.pairs[0]) / self._forward.config.num_kv_heads)
-        self._report(record | {"tokens": tokens, "tokens_per_s": clock.rate(tokens)})
+        tokens = round(float(jnp.max(sums.pairs)) / self._forward.config.num_kv_heads)
+        tokens_per_s, flops_per_s = clock.rates(tokens, flops)
+        mfu = None if self._peak_flops is None else flops_per_s / self._peak_flops
+        self._report(record | {"tokens": tokens, "tokens_per_s": tokens_per_s, "mfu": mfu})
 
     def _validate(self, state: TrainState) -> float:
         sums = self._forward.everywhere(LayerSums.zeros(self._layers))
@@ -143,15 +151,15 @@ def update_state(
 
 
 class _Clock:
-    """Tokens a second since the last restart, which leaves validations and checkpoints out."""
+    """What is done in a second since the last restart, which leaves validations and checkpoints out."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self._since, self._tokens = time.perf_counter(), 0
+        self._since, self._done = time.perf_counter(), np.zeros(2)
 
-    def rate(self, tokens: int) -> float:
-        """With so many more tokens done by now."""
-        self._tokens += tokens
-        return self._tokens / (time.perf_counter() - self._since)
+    def rates(self, tokens: int, flops: float) -> list[float]:
+        """Of both, with so many more done by now."""
+        self._done += tokens, flops
+        return (self._done / (time.perf_counter() - self._since)).tolist()

@@ -144,6 +144,8 @@ def run_training(
     rows: TrainingRows | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     on_record: Callable[[Record], None] = lambda record: None,
+    forward: ForwardPass | None = None,
+    peak_flops: float | None = None,
     **model: int,
 ) -> Run:
     """Trains a tiny model, from the beginning or from a checkpoint in ``folder``."""
@@ -156,11 +158,12 @@ def run_training(
 
     trainer = Trainer(
         config,
-        forward_pass(objective=config.objective, **model),
+        forward or forward_pass(objective=config.objective, **model),
         rows or make_rows(config, base),
         validation,
         report=report,
         should_stop=should_stop,
+        peak_flops=peak_flops,
     )
     with Checkpoints(folder, keep=config.keep, identity=config.identity()) as checkpoints:
         state = trainer.initial_state(

@@ -9,14 +9,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from sparda_jax.checkpoint import load_model
 from sparda_jax.checkpoint.tensor_files import open_tensors
+from sparda_jax.config import ModelConfig
 from sparda_jax.library import SparDA
 from sparda_jax.train.__main__ import app
+from sparda_jax.train.forecast import query_weights, read_weights
 from sparda_jax.train.log import METRICS_FILE, read_metrics
+from sparda_jax.train.metrics import Record
 from tests.serve.tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +118,34 @@ class TestWholeRun:
         said = " ".join(CliRunner().invoke(app, command).output.split())
         assert "validation documents: 0 (of ten documents of 193 tokens or more one is held out" in said
 
+    def test_a_layer_on_its_own(self, folder: Path, tmp_path: Path) -> None:
+        """From activations that the first of two runs leaves; the other layer stays as it was."""
+        kept = tmp_path / "kept"
+        runs: list[list[Record]] = []
+        exports, files = [], []
+        for name in ("first", "second"):
+            target = tmp_path / f"{name}.safetensors"
+            more = ("--activations", str(kept), "--layers", "1", "--steps", "2", "--export-forecast", str(target))
+            result = call(folder, tmp_path / name, *more, "--peak-tflops", "1", "--validation-rows", "1")
+            assert result.exit_code == 0, result.output
+            runs.append(list(read_metrics(tmp_path / name / METRICS_FILE)))
+            exports.append({name: entry.read() for name, entry in open_tensors(target).entries.items()})
+            files.append({file: file.stat().st_mtime_ns for file in kept.rglob("*.npy")})
+        assert files[0]
+        assert files[0] == files[1]
+        records, again = runs
+        assert [r["layer_loss"] for r in records] == [r["layer_loss"] for r in again]
+        assert all(r["layer_loss"][0] is None and r["layer_loss"][1] > 0 for r in records)
+        assert 0 < records[-2]["mfu"] < 1
+        assert 0 < records[-1]["hit_rate"] <= records[-1]["hit_rate_of_twice"] <= 1
+        for name, tensor in exports[0].items():
+            np.testing.assert_array_equal(tensor, exports[1][name])
+
+        start = query_weights(load_model(folder / "tiny"))
+        trained = read_weights(tmp_path / "second.safetensors", ModelConfig.from_pretrained(folder / "tiny"))
+        np.testing.assert_array_equal(trained[0], start[0].astype(ml_dtypes.bfloat16).astype(np.float32))
+        assert (trained[1] != start[1].astype(ml_dtypes.bfloat16).astype(np.float32)).mean() > 0.5
+
 
 class TestStopping:
     def test_sigterm_saves_and_exits_in_peace(self, folder: Path, tmp_path: Path) -> None:
@@ -162,6 +195,15 @@ class TestRefusals:
             (["--init-forecast", "missing.pt"], "missing.pt does not exist"),
             (["--data", "missing.txt"], "missing.txt does not exist"),
             (["--model", "missing"], "missing is no folder"),
+            (["--fsdp", "2"], "fsdp=2 times sequence_shards=1 must divide the number of devices, 1"),
+            (["--fsdp", "0"], "fsdp=0: it must be at least 1"),
+            (["--sequence-shards", "0"], "sequence_shards=0: it must be at least 1"),
+            (["--sequence-shards", "2", "--seq-len", "320"], "the block size, 64 times 4, since sequence_shards=2"),
+            (["--layers", "1"], "--layers needs --activations"),
+            (["--activations", "kept", "--layers", "one"], "--layers one: give whole numbers"),
+            (["--activations", "kept", "--layers", "1,1"], "layers=(1, 1): name at least one, and each once"),
+            (["--activations", "kept", "--layers", "9"], "layers=9: the model has layers 0 to 1"),
+            (["--peak-tflops", "0"], "--peak-tflops 0.0: it must be positive"),
         ],
     )
     def test_options(self, folder: Path, tmp_path: Path, more: Sequence[str], message: str) -> None:

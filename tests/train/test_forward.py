@@ -39,6 +39,7 @@ def plain_losses(weights: jax.Array, batch: Batch, objective: Objective) -> jax.
         nonlocal seen
         assert projections.normed is not None
         normed = projections.normed if seen is None else seen
+        assert normed is not None
         student = predict(weights[len(losses)], normed, positions, config)
         q = group_heads(projections.q, config)
         parts = forecast_loss(student, q, projections.k, positions, valid, sparse, objective=objective)

@@ -13,32 +13,37 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sparda_jax.train._cache_hits import CacheHits
 from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.event_file import EventFile
 from sparda_jax.train.forward import LayerSums
 from sparda_jax.train.log import METRICS_FILE, RunLog, read_metrics, validation_table
 from sparda_jax.train.loss import SelectionQuality
-from sparda_jax.train.metrics import Record, describe, not_finite
+from sparda_jax.train.metrics import QUALITY, Record, describe, not_finite
 
 
-def sums(**quality: list[float]) -> LayerSums:
-    names = [field.name for field in dataclasses.fields(SelectionQuality)]
+def sums(**found: list[float]) -> LayerSums:
+    def of[T: SelectionQuality | CacheHits](kind: type[T]) -> T:
+        return kind(**{f.name: jnp.asarray(found.get(f.name, [0.0, 0.0])) for f in dataclasses.fields(kind)})
+
     return LayerSums(
         loss=jnp.asarray([3.0, 8.0]),
         weight=jnp.asarray([10.0, 10.0]),
         pairs=jnp.asarray([15.0, 15.0]),
-        quality=SelectionQuality(**{name: jnp.asarray(quality.get(name, [0.0, 0.0])) for name in names}),
+        quality=of(SelectionQuality),
+        cache=of(CacheHits),
     )
 
 
 def train_record(step: int, loss: float = 0.5) -> Record:
     values = {"layer_loss": [loss, loss], "loss": loss, "teacher_recall": 0.25, "grad_norm": 0.1, "tokens_per_s": 100.0}
+    values |= {"mfu": None}
     return {"kind": "train", "step": step} | values
 
 
 def validation_record(step: int) -> Record:
-    names = ("loss", "teacher_recall", "selector_recall", "student_mass", "selector_mass", "teacher_mass")
+    names = ("loss", *QUALITY)
     record: Record = {"kind": "validation", "step": step}
     for name in names:
         record |= {name: 0.125, f"layer_{name}": [0.125, 0.125]}
@@ -51,6 +56,7 @@ class TestMetrics:
             sums(
                 teacher_hits=[3, 0], teacher_blocks=[4, 0], selector_hits=[1, 1], selector_blocks=[2, 4],
                 student_mass=[1, 1], selector_mass=[2, 3], teacher_mass=[4, 3], free_mass=[4, 4],
+                chosen=[8, 4], hits=[4, 1], hits_of_twice=[6, 3],
             )
         )  # fmt: skip
         assert record["layer_loss"] == pytest.approx([0.3, 0.8])
@@ -62,6 +68,8 @@ class TestMetrics:
         assert record["layer_student_mass"] == [0.25, 0.25]
         assert record["layer_selector_mass"] == [0.5, 0.75]
         assert record["teacher_mass"] == pytest.approx(0.875)
+        assert record["layer_hit_rate"] == [0.5, 0.25]
+        assert record["layer_hit_rate_of_twice"] == [0.75, 0.75]
         assert json.loads(json.dumps(record)) == record
 
     def test_not_finite(self) -> None:
@@ -112,6 +120,8 @@ class TestConsole:
         lines = [line for line in shown.splitlines() if line.startswith("step ")]
         assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
         assert "loss 0.5000, recall 25.0%, gradient 0.1, 100 tokens/s" in lines[0]
+        assert "MFU" not in shown
+        assert "MFU 41.0%" in run_log(tmp_path / "known", [train_record(2) | {"mfu": 0.41}])
         assert "validation after step 4" in shown
         assert "0.1250" in shown
         assert "4/10" in shown
@@ -224,10 +234,10 @@ def test_curves_show_the_numbers(tmp_path: Path) -> None:
 
 def test_rows_without_a_block_to_choose_have_no_loss() -> None:
     """As all rows have that are no longer than a selection."""
-    names = ("loss", "teacher_recall", "selector_recall", "student_mass", "selector_mass", "teacher_mass")
+    names = ("loss", *QUALITY)
     record = (
         {"kind": "validation", "step": 1} | dict.fromkeys(names) | {f"layer_{name}": [None, None] for name in names}
     )
     console = Console(record=True, width=120, file=io.StringIO())
     console.print(validation_table(record))
-    assert console.export_text().count("- ") >= 3 * 6
+    assert console.export_text().count("- ") >= 3 * 8

@@ -1,5 +1,6 @@
-"""Two processes with one device each train as one process with two devices."""
+"""Two processes that share weights train as one process with two devices, and a run goes on on other devices."""
 
+import json
 import os
 import socket
 import subprocess
@@ -30,7 +31,7 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     together = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
-    running = [start(folder, tmp_path / "two", *together, str(i)) for i in range(2)]
+    running = [start(folder, tmp_path / "two", "--fsdp", "2", *together, str(i)) for i in range(2)]
     printed = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(printed)
     assert "the Forecast of step" in " ".join(printed[0].split())
@@ -49,6 +50,25 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             found[name].read().astype(np.float32), entry.read().astype(np.float32), rtol=0.01, atol=1e-5
         )
+
+
+@pytest.mark.slow
+def test_one_device_goes_on_where_four_stopped(folder: Path, tmp_path: Path) -> None:
+    """Weights and tokens were shared out before; the end is that of one device alone, but for rounding."""
+    shared = ("--fsdp", "2", "--sequence-shards", "2", "--steps", "2")
+    for name, more, devices in (("moved", shared, 4), ("moved", ("--resume", "--overwrite"), 1), ("alone", (), 1)):
+        # A constant rate, which does not depend on where a run is to end.
+        process = start(folder, tmp_path / name, "--final-learning-rate", "5e-4", *more, devices=devices)
+        text = process.communicate(timeout=500)[0]
+        assert process.returncode == 0, text
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        shards = 2 if more is shared else 1
+        assert [config[key] for key in ("devices", "fsdp", "sequence_shards")] == [devices, shards, shards]
+    moved, alone = (list(read_metrics(tmp_path / name / METRICS_FILE)) for name in ("moved", "alone"))
+    assert [(r["kind"], r["step"]) for r in moved if r["step"] == 3] == [("train", 3), ("validation", 3)]
+    for a, b in zip(moved[-2:], alone[-2:], strict=True):
+        assert a["layer_loss"] == pytest.approx(b["layer_loss"], rel=1e-4)
+        assert a["teacher_recall"] == pytest.approx(b["teacher_recall"], abs=2e-3)
 
 
 def test_numbers_without_a_coordinator_are_refused(folder: Path, tmp_path: Path) -> None:

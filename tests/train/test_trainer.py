@@ -14,6 +14,7 @@ from sparda_jax.train.checkpoints import Checkpoints
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.data import Batch
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.flops import Flops
 from sparda_jax.train.forecast import fresh_weights
 from sparda_jax.train.forward import ForwardPass
 from sparda_jax.train.loss import Objective
@@ -32,7 +33,7 @@ from tests.train.support import (
     topical_corpus,
 )
 
-TIMING = {"tokens_per_s"}
+TIMING = {"tokens_per_s", "mfu"}
 
 
 class Interrupted(Exception):
@@ -163,8 +164,12 @@ class TestOptimizer:
         np.testing.assert_allclose(state.weights, weights, rtol=1e-4)
         assert all(leaf.dtype == np.float32 for leaf in leaves(state) if leaf.ndim)
 
-    def test_reported_norms(self, tmp_path: Path) -> None:
-        record = run_training(tmp_path / "x", make_config(steps=1)).records[0]
+    def test_reported_norms_and_use_of_the_device(self, tmp_path: Path) -> None:
+        config = make_config(steps=1)
+        record = run_training(tmp_path / "x", config, peak_flops=1e9).records[0]
+        batch = make_rows(config, tiny_model()).batch(0)
+        flops = Flops.of(tiny_model().config, batch.positions[batch.segments > 0]).total
+        assert 1e9 * record["mfu"] / record["tokens_per_s"] == pytest.approx(flops / record["tokens"])
         assert record["grad_norm"] == pytest.approx(np.linalg.norm(record["layer_grad_norm"]), rel=1e-5)
         assert record["learning_rate"] == pytest.approx(5e-4)
 
