@@ -93,9 +93,10 @@ def test_measuring_gives_the_same_sums(batch: Batch) -> None:
     zeros = forward.everywhere(LayerSums.zeros(2))
     measured = forward.measure(jnp.asarray(weights), forward.on_devices(batch), zeros)
     assert (np.asarray(measured.quality.teacher_blocks) > 0).all()
-    # Only validation compares with the selector.
+    # Only validation compares with the selector and replays a cache.
     assert (np.asarray(measured.quality.selector_blocks) > 0).all()
-    measured = dataclasses.replace(measured, quality=measured.quality.without_selector())
+    assert (np.asarray(measured.cache.hits) > 0).all()
+    measured = dataclasses.replace(measured, quality=measured.quality.without_selector(), cache=sums.cache)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), measured, sums)
 
 
