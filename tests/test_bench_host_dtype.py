@@ -29,6 +29,7 @@ def prompt(number: int) -> list[int]:
     return tokens(1000, SEEDS[number])[: LENGTHS[number]].tolist()
 
 
+@pytest.mark.slow
 def test_exact_records_change_nothing_and_packed_ones_the_logits(runner: Runner) -> None:
     filled = [prefill(runner, prompt(number)) for number in (0, 1)]
     exact_lanes, packed_lanes = (lanes_for(runner, 2, kind) for kind in (KvHostDtype.AUTO, KvHostDtype.INT8))

@@ -59,6 +59,7 @@ def test_ruler_writes_tables_and_goes_on(tmp_path: Path) -> None:
     assert "samples=1, and this run has 3" in invoke(*asked, "--samples", "3", code=2)
 
 
+@pytest.mark.slow
 def test_needle_draws_depths_and_lengths(tmp_path: Path) -> None:
     file, picture = tmp_path / "n.json", tmp_path / "n.png"
     printed = invoke(

@@ -29,6 +29,7 @@ def model() -> SparDA:
     return SparDA(load_model(BUNDLED_MODEL), bundled().tokenizer, mode=Mode.SPARSE, max_model_len=2048)
 
 
+@pytest.mark.slow
 def test_answers_are_the_librarys(model: SparDA) -> None:
     """Three prompts in batches of two, the second one filled up."""
     made = [
