@@ -53,6 +53,7 @@ def test_each_layer_learns_what_it_learns_with_the_others(tmp_path: Path, monkey
     np.testing.assert_array_equal(one.state.weights[::2], begun[::2])
 
 
+@pytest.mark.slow
 def test_clipping_does_not_tie_layers_together(tmp_path: Path) -> None:
     every = alone(tmp_path, (0, 1, 2), max_grad_norm=1e-3)
     one = alone(tmp_path, (2,), max_grad_norm=1e-3)
