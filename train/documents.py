@@ -131,6 +131,6 @@ def _text(piece: bytes, place: str, suffix: str) -> str:
             text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
     except UnicodeError as error:
         raise TrainingError(f"{place} is not valid UTF-8 ({error}); convert or remove it") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and brackets without end
         raise TrainingError(f"{place} is not valid JSON ({error}); one object a line is needed") from error
     return text

@@ -35,21 +35,27 @@ def read_mixture(given: Sequence[str], domains: Collection[str]) -> dict[str, in
         domains: those that the data have.
 
     Raises:
-        TrainingError: a name that the data don't have, a domain without a weight, or a weight that is not positive or
-            too small to count.
+        TrainingError: a name that the data don't have or that comes twice, a domain without a weight, or a weight that
+            is not positive or too small to count.
     """
     if not given:
         return {}
     if list(given) == [PROLONG]:
         weights = {name: weight for name, weight in _PUBLISHED.items() if name in domains}
     else:
-        weights = dict(map(_weight, given))
+        pairs = list(map(_weight, given))
+        weights = dict(pairs)
+        if len(weights) < len(pairs):
+            twice = next(name for name in weights if [n for n, _ in pairs].count(name) > 1)
+            raise TrainingError(f"--mix names {twice} more than once; give each domain one weight")
     if set(weights) != set(domains):
         raise TrainingError(
             f"--mix must give a weight to each domain of --data, which are {', '.join(sorted(domains))}, and to no "
             f"other; it has {', '.join(sorted(weights)) or 'none of them'}"
         )
     total = sum(weights.values())
+    if not math.isfinite(total):
+        raise TrainingError(f"--mix has weights that add up to {total}; give smaller ones")
     exact = {name: weight / total * PERIOD for name, weight in weights.items()}
     counts = {name: math.floor(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])

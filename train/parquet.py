@@ -33,7 +33,9 @@ def read_rows(file: Path) -> Iterator[tuple[int, int, str | list[np.ndarray]]]:
     try:
         with parquet.ParquetFile(file, memory_map=True) as table:
             schema = table.schema_arrow
-            by_name = {name: schema.field(name).type for name in schema.names}
+            by_name = {field.name: field.type for field in schema}
+            if len(by_name) < len(schema.names):
+                raise TrainingError(f"{file} has several columns of one name; write it anew with names that differ")
             text, ids = by_name.get(TEXT), by_name.get(IDS)
             columns = [TEXT]
             if text is None or not (types.is_string(text) or types.is_large_string(text)):
@@ -69,7 +71,7 @@ def _documents(place: str, ids: Any, indices: Any = None) -> list[np.ndarray]:
         return [tokens]
     try:
         pairs = check_bounds(np.asarray(indices.as_py(), np.int64), len(tokens))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise TrainingError(f"{place}: {INDICES} is no list of pairs of numbers ({error})") from error
     if pairs is None:
         raise TrainingError(f"{place} has {len(tokens)} tokens, which its {INDICES} do not divide")

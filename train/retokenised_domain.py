@@ -87,10 +87,13 @@ def retokenise_domain(
         if not file.is_file():
             writer = mds.ShardWriter(folder, f"{number:05}", domain)
             _write_json(file, _convert(unit, writer, retokeniser, done, progress))
-        record = json.loads(file.read_text())
-        counts += Counts(**record["counts"])
-        entries += record["shards"]
-        done += record["num_bytes"]
+        try:
+            record = json.loads(file.read_text())
+            counts += Counts(**record["counts"])
+            entries += record["shards"]
+            done += record["num_bytes"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise TrainingError(f"{file} is damaged ({error!r}); remove it, and that part is made again") from error
     if not entries:
         raise TrainingError(f"domain {domain} has no text; leave it out")
     _write_json(folder / RECORD_FILE, plan | {"counts": dataclasses.asdict(counts)})

@@ -41,8 +41,10 @@ def check_ids(ids: Integer[np.ndarray, " tokens"], tokenizer: Tokenizer, place: 
     """Refuses ids that the tokenizer does not have.
 
     Raises:
-        TrainingError: see above; the message names ``place``.
+        TrainingError: see above, or the ids are no whole numbers; the message names ``place``.
     """
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TrainingError(f"{place}: the ids are {ids.dtype.name}; only whole numbers are ids")
     lowest, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
     if lowest < 0 or largest >= tokenizer.vocab_size:
         raise TrainingError(

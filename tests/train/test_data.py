@@ -69,6 +69,8 @@ class TestReading:
             (b'{"body": "a"}\n', "1 is no object with a string 'text'"),
             (b"[1]\n", "1 is no object"),
             (b'{"text": "a"\n', "1 is not valid JSON"),
+            (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "1 is not valid JSON"),
+            (b'{"text": "a"}\n' + b"[" * 100_000, "2 is not valid JSON"),
             (b'{"text": "\xff"}\n', "1 is not valid UTF-8"),
             (b'{"text": "\\ud800"}\n', "1 is not valid UTF-8"),
         ],

@@ -183,6 +183,24 @@ class TestShards:
         with pytest.raises(TrainingError, match=message):
             mds.read_index(tmp_path)
 
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"samples": float("inf")},
+            {"samples": -1},
+            {"column_sizes": [-1]},
+            {"column_encodings": [0]},
+            {"raw_data": {"basename": "shard.00000.mds", "bytes": 1, "hashes": "sha1"}},
+        ],
+    )
+    def test_an_entry_that_describes_no_shard(self, tmp_path: Path, changed: dict[str, Any]) -> None:
+        write_mds(tmp_path, {"text": "str"}, [[{"text": "a"}]])
+        index = json.loads((tmp_path / "index.json").read_text())
+        index["shards"][0] |= changed
+        (tmp_path / "index.json").write_text(json.dumps(index))
+        with pytest.raises(TrainingError, match="no index of MDS shards"):
+            mds.read_index(tmp_path)
+
     def test_an_empty_shard(self, tmp_path: Path) -> None:
         write_mds(tmp_path, {"text": "str"}, [[], [{"text": "a"}]])
         assert [d.content for d in read_documents(tmp_path)] == ["a"]
@@ -260,6 +278,17 @@ class TestCorpus:
         values = np.array(ids, np.float32 if isinstance(ids[0], float) else np.int64)
         columns = {"input_ids": "ndarray", "indices": "ndarray:int32"}
         folder = write_mds(tmp_path / "data", columns, [[{"input_ids": values, "indices": np.array(indices)}]])
+        with pytest.raises(TrainingError, match=message):
+            load_corpus([folder], tokenizer, tmp_path / "cache")
+
+    @pytest.mark.parametrize(
+        ("encoding", "message"), [("str", "do not divide"), ("ndarray:uint32:2,x", "whose shape is no list of numbers")]
+    )
+    def test_bounds_in_another_encoding(self, tmp_path: Path, tokenizer: Path, encoding: str, message: str) -> None:
+        columns = {"input_ids": "ndarray", "indices": "str"}
+        folder = write_mds(tmp_path / "data", columns, [[{"input_ids": np.array([1, 2]), "indices": "0,2"}]])
+        index = folder / "index.json"
+        index.write_text(index.read_text().replace('"str"', json.dumps(encoding)))
         with pytest.raises(TrainingError, match=message):
             load_corpus([folder], tokenizer, tmp_path / "cache")
 

@@ -39,6 +39,8 @@ class TestWeights:
             (["a=1", "b=0"], "use NAME=WEIGHT"),
             (["a=1", "b=nan"], "use NAME=WEIGHT"),
             (["a=1", "b=0.0001"], "less than one row in 1000"),
+            (["a=1e308", "b=1e308"], "add up to inf"),
+            (["a=1", "b=1", "a=2"], "names a more than once"),
         ],
     )
     def test_refused(self, given: list[str], message: str) -> None:

@@ -68,6 +68,10 @@ def test_bounds_of_documents(tmp_path: Path) -> None:
         ({"input_ids": [[-1]]}, "row 0 has the id -1"),
         ({"input_ids": [[1]], "indices": [[[0, 2]]]}, "row 0 has 1 tokens, which its indices do not divide"),
         ({"input_ids": [[1]], "indices": [["x"]]}, "row 0: indices is no list of pairs of numbers"),
+        (
+            {"input_ids": [[1]], "indices": pyarrow.array([[0, 2**64 - 1]], pyarrow.list_(pyarrow.uint64()))},
+            "row 0: indices is no list of pairs of numbers",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
@@ -75,6 +79,13 @@ def test_what_is_refused(tmp_path: Path, columns: dict[str, Any], message: str) 
     file = write(tmp_path / "a.parquet", columns)
     with pytest.raises(TrainingError, match=f"a.parquet.*{message}"):
         load_corpus([file], tmp_path, tmp_path / "cache")
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(TrainingError, match=r"a\.parquet has several columns of one name"):
+        list(read_documents(tmp_path / "a.parquet"))
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

@@ -159,6 +159,13 @@ def test_an_interrupted_call_goes_on(
     with pytest.raises(RuntimeError, match="stopped"):
         retokenise([src], dst, retokeniser)
     assert not list(dst.rglob("index.json"))
+    part = next(dst.rglob("00001.json"))
+    kept = part.read_text()
+    for damaged in ("{", "[]", '{"counts": {}}'):
+        part.write_text(damaged)
+        with pytest.raises(TrainingError, match=r"00001\.json is damaged"):
+            retokenise([src], dst, retokeniser)
+    part.write_text(kept)
     (dst / "src" / "00002-00000.mds.tmp-1").write_text("left by a process that was killed")
     encoded.clear()
     counts = retokenise([src], dst, retokeniser)
@@ -194,6 +201,9 @@ def test_what_is_refused(tmp_path: Path, folders: dict[str, Path], retokeniser: 
         retokenise([src], dst, retokeniser)
     with pytest.raises(TrainingError, match="sample 0 holds ids; name the tokenizer"):
         retokenise([src], tmp_path / "other", Retokeniser(Tokenizer.from_pretrained(folders["own"])))
+    reals = write_mds(tmp_path / "reals", {"input_ids": "ndarray"}, [[{"input_ids": np.array([5], np.float32)}]])
+    with pytest.raises(TrainingError, match="sample 0: the ids are float32; only whole numbers are ids"):
+        retokenise([reals], tmp_path / "third", retokeniser)
     (tmp_path / "b.txt").write_text("  ")
     with pytest.raises(TrainingError, match="domain b has no text"):
         retokenise([tmp_path / "b.txt"], dst, retokeniser)

@@ -76,7 +76,9 @@ def array_place(encoding: str, data: np.ndarray, begin: int, end: int) -> ArrayP
     _need(dtype_name in _NUMBERS, f"encoding {encoding!r}, whose dtype does not exist")
     dtype = np.dtype(dtype_name).newbyteorder("<")
     if shape_text:
-        shape = tuple(int(axis) for axis in shape_text.split(","))
+        axes_text = shape_text.split(",")
+        _need(all(axis.isdecimal() for axis in axes_text), f"encoding {encoding!r}, whose shape is no list of numbers")
+        shape = tuple(map(int, axes_text))
     else:
         _need(place + 1 <= end, "no shape")
         axes, width = divmod(int(data[place]), 4)

@@ -80,7 +80,7 @@ def read_index(folder: Path) -> list[ShardInfo]:
         if version != 2:
             raise TrainingError(f"{file} has version {version}; only 2 is read: write the data set anew")
         return [_shard(folder, file, entry) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise TrainingError(f"{file} is no index of MDS shards ({error!r}); fetch or write it again") from error
 
 
@@ -94,13 +94,25 @@ def _shard(folder: Path, file: Path, entry: Mapping[str, Any]) -> ShardInfo:
         raw=raw,
         packed=_file(folder, file, packed) if packed else None,
         compression=(entry.get("compression") or "").split(":")[0] or None,
-        num_samples=int(entry["samples"]),
-        columns=tuple(Column(name=n, encoding=e, size=None if s is None else int(s)) for n, e, s in columns),
+        num_samples=_whole(entry["samples"]),
+        columns=tuple(_column(*described) for described in columns),
     )
+
+
+def _column(name: str, encoding: str, size: int | None) -> Column:
+    if not isinstance(encoding, str):
+        raise TypeError(f"column {name} has encoding {encoding!r}")
+    return Column(name=name, encoding=encoding, size=None if size is None else _whole(size))
+
+
+def _whole(number: int) -> int:
+    if int(number) < 0:
+        raise ValueError(f"{number} is negative")
+    return int(number)
 
 
 def _file(folder: Path, index: Path, entry: Mapping[str, Any]) -> ShardFile:
     name = PurePosixPath(entry["basename"])
     if name.is_absolute() or ".." in name.parts:
         raise TrainingError(f"{index} names {name}, which is not in its folder")
-    return ShardFile(path=folder / name, num_bytes=int(entry["bytes"]), hashes=entry.get("hashes") or {})
+    return ShardFile(path=folder / name, num_bytes=_whole(entry["bytes"]), hashes=dict(entry.get("hashes") or {}))

@@ -43,7 +43,8 @@ def bounds(shard: Shard, sample: int, num_tokens: int) -> Int64[np.ndarray, "doc
     Raises:
         TrainingError: they overlap, or reach beyond the ids.
     """
-    found = check_bounds(shard.value(sample, INDICES), num_tokens)
+    indices = shard.value(sample, INDICES)
+    found = check_bounds(indices, num_tokens) if isinstance(indices, np.ndarray) else None
     if found is None:
         raise TrainingError(
             f"{shard.place(sample)} has {num_tokens} tokens, which its {INDICES} do not divide: they must be pairs of "
