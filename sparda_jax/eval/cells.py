@@ -122,12 +122,10 @@ class Record:
 def _read(file: Path, settings: dict[str, Any]) -> list[Cell]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        there, names = record["settings"], [field.name for field in dataclasses.fields(Cell)]
+        there, names = dict(record["settings"]), [field.name for field in dataclasses.fields(Cell)]
         rows: list[dict[str, Any]] = [{name: row[name] for name in names} for row in record["cells"]]
-        for row in rows:
-            row["scores"] = tuple(row["scores"])
-        cells = [Cell(**row) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        cells = [_cell_of(row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"json={file} is there and is no result of this command: give another file") from error
     for name in sorted(there.keys() | settings.keys()):
         if there.get(name) != settings.get(name):
@@ -136,6 +134,24 @@ def _read(file: Path, settings: dict[str, Any]) -> list[Cell]:
                 "same settings to go on, or another file"
             )
     return cells
+
+
+def _cell_of(row: dict[str, Any]) -> Cell:
+    """Raises ValueError or TypeError where the row holds something else than a cell does."""
+    scores = tuple(map(_number, row["scores"]))
+    if not scores or min(scores) < 0 or max(scores) > 1:
+        raise ValueError(f"scores {scores}")
+    for name, kind in (("task", str), ("length", int), ("mode", str), ("prompts", str)):
+        if not isinstance(row[name], kind):
+            raise TypeError(f"{name} {row[name]!r}")
+    shares = {name: None if row[name] is None else _number(row[name]) for name in ("width", "prefill_read")}
+    return Cell(**row | shares | {"scores": scores})
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or value != value:
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def run(

@@ -1,5 +1,6 @@
 """What is asked: a server with an OpenAI API. With the standard library only."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -61,12 +62,18 @@ class Endpoint:
         if not self._url.startswith(("http://", "https://")):
             raise EndpointError(f"url={self._url} is no HTTP address: begin it with http:// or https://")
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
         try:
+            request = urllib.request.Request(self._url + path, data, self._headers)
             with urllib.request.urlopen(request) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode(errors="replace")
-            raise EndpointError(f"{self._url}{path} answers {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
-            raise EndpointError(f"{self._url}{path} can't be read: {error}") from error
+            raise EndpointError(f"{self._url}{path} answers {error.code}: {_beginning(error)}") from error
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+            raise EndpointError(f"{self._url}{path} can't be read: {error or repr(error)}") from error
+
+
+def _beginning(answer: urllib.error.HTTPError) -> str:
+    try:
+        return answer.read(500).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""

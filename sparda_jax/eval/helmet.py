@@ -10,8 +10,9 @@ from pathlib import Path
 from sparda_jax.config import ConfigError
 from sparda_jax.eval._helmet_examples import Example, Row, key_values, needles, questions, rankings
 from sparda_jax.eval.cells import Job
+from sparda_jax.eval.fitting import TooShortError
 from sparda_jax.eval.prompting import Prompt, Prompter, Question, Template
-from sparda_jax.eval.rows import read_rows, without_end
+from sparda_jax.eval.rows import checked, read_rows, without_end
 from sparda_jax.eval.scoring import Score, share_matched
 from sparda_jax.eval.text_scores import ranking_gain, substring_exact_match
 
@@ -118,10 +119,6 @@ def make_job(name: str, folder: Path, prompter: Prompter, *, length: int, sample
     size = None if task.sizes is None else task.sizes[length]
     file = folder / task.file.format(k=size, length=length)
     rows, demos = read_rows(file), [] if task.demos is None else read_rows(folder / task.demos)
-    try:
-        examples = task.examples(rows, demos, samples)
-    except (LookupError, TypeError) as error:
-        raise ConfigError(f"data={file} is no file of HELMET's {name}: {error!r} is missing in a row") from error
     # Without a template nothing else stands between the question and the beginning of the answer.
     between = "\n" if prompter.template is Template.PLAIN else ""
 
@@ -135,5 +132,11 @@ def make_job(name: str, folder: Path, prompter: Prompter, *, length: int, sample
     def of_line(answer: str, references: Sequence[str]) -> float:
         return task.score(answer.partition("\n")[0], references)
 
-    prompts = list(map(prompt, examples))
-    return Job(task=name, length=length, prompts=prompts, score=of_line if task.one_line else task.score)
+    try:  # some fields are read when a prompt is written
+        prompts = list(map(prompt, task.examples(rows, demos, samples)))
+    except TooShortError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"data={file} is no file of HELMET's {name}: {error!r} in a row") from error
+    job = Job(task=name, length=length, prompts=prompts, score=of_line if task.one_line else task.score)
+    return checked(job, file)

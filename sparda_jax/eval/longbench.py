@@ -7,7 +7,7 @@ from pathlib import Path
 from sparda_jax.config import ConfigError
 from sparda_jax.eval.cells import Job
 from sparda_jax.eval.prompting import Prompter, Question, Template
-from sparda_jax.eval.rows import read_rows, without_middle
+from sparda_jax.eval.rows import checked, read_rows, without_middle
 from sparda_jax.eval.scoring import Score
 from sparda_jax.eval.text_scores import (
     class_named,
@@ -156,6 +156,7 @@ def make_job(name: str, folder: Path, prompter: Prompter, *, length: int, sample
             prompts.append(without_middle(asked, chosen, length=length, new_tokens=task.new_tokens))
         score = task.score or class_named(tuple(rows[0]["all_classes"]))
     except (LookupError, TypeError) as error:
-        raise ConfigError(f"data={file} is no file of LongBench: {error!r} is missing in a row") from error
+        raise ConfigError(f"data={file} is no file of LongBench: {error!r} in a row") from error
     ends_with_line = task.few_shot and name != "repobench-p"
-    return Job(task=name, length=length, prompts=prompts, score=first_line(score) if ends_with_line else score)
+    job = Job(task=name, length=length, prompts=prompts, score=first_line(score) if ends_with_line else score)
+    return checked(job, file)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparda_jax.config import ConfigError
+from sparda_jax.eval.cells import Job
 from sparda_jax.eval.fitting import TooShortError
 from sparda_jax.eval.prompting import Prompt, Prompter, Question
 
@@ -18,9 +19,34 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         ConfigError: it can't be read, or is no such file.
     """
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        # Not by splitlines, which also divides at characters that stand in JSON strings as they are, such as U+2028.
+        return [_row(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"data={file} can't be read as lines of JSON: {error}") from error
+
+
+def checked(job: Job, file: Path) -> Job:
+    """The job, once each of its prompts could be scored: a metric that fails later would cost the answers.
+
+    Raises:
+        ConfigError: ``file`` has no rows, or answers that the metric can't compare with.
+    """
+    if not job.prompts:
+        raise ConfigError(f"data={file} has no rows: fetch it again, or leave {job.task} out of --tasks")
+    for prompt in job.prompts:
+        references = prompt.question.references
+        try:
+            job.score("1", references)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(f"data={file} has a row whose answers {references!r} can't be scored") from error
+    return job
+
+
+def _row(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a line is no object: {line[:60]}")
+    return row
 
 
 def without_middle(asked: Question, prompter: Prompter, *, length: int, new_tokens: int) -> Prompt:

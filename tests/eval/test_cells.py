@@ -72,6 +72,20 @@ def test_other_settings_prompts_or_files_are_refused(tmp_path: Path) -> None:
         record(file, samples=4)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"scores": []}, {"scores": "abc"}, {"scores": [None]}, {"scores": [0.5, 7]}, {"width": "x"}, {"length": "20"}],
+)
+def test_damaged_cells_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    file = tmp_path / "r.json"
+    found(record(file, samples=4), [job("a", 20)], {"dense": Known(4)})
+    content = json.loads(file.read_text())
+    for damaged in (content | {"cells": [content["cells"][0] | damage]}, content | {"settings": [1]}):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match="no result of this command"):
+            record(file, samples=4)
+
+
 def test_unequal_widths_are_refused() -> None:
     check_width([24.0, 24.0], 24, 40, Mode.SPARSE)
     check_width([40.0], 24, 40, Mode.DENSE)

@@ -64,7 +64,7 @@ def test_longbench_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data=.*qasper\.jsonl can't be read"):
         longbench.make_job("qasper", tmp_path, bundled(), length=512, samples=None)
     write(tmp_path / "qasper.jsonl", [{"context": "c"}])
-    with pytest.raises(ConfigError, match=r"no file of LongBench: KeyError\('input'\) is missing"):
+    with pytest.raises(ConfigError, match=r"no file of LongBench: KeyError\('input'\) in a row"):
         longbench.make_job("qasper", tmp_path, bundled(), length=512, samples=None)
 
 
@@ -171,3 +171,37 @@ def test_helmet_rerank(tmp_path: Path) -> None:
         assert f"[ID: {ids[0]}] Document: d2" in text
         assert job.score(" ID" + " > ID".join(ids), prompt.question.references) == 1.0
         assert job.score(" ID" + " > ID".join(ids[::-1]), prompt.question.references) < 1.0
+
+
+def test_rows_are_lines_whatever_characters_stand_in_them(tmp_path: Path) -> None:
+    """JSON may hold U+2028, U+0085 and the like as they are; they end a line of text, and none of JSON."""
+    row = {"context": "one\u2028two\x85three\u2029", "input": "why?", "answers": ["x"]}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    job = longbench.make_job("hotpotqa", tmp_path, bundled(), length=512, samples=None)
+    assert "one\u2028two\x85three\u2029" in job.prompts[0].question.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("hotpotqa", "\n", "has no rows"),
+        ("hotpotqa", "[1]", r"a line is no object: \[1\]"),
+        ("hotpotqa", "[" * 100_000, "can't be read as lines of JSON"),
+        ("hotpotqa", '{"context": "c", "input": "i", "answers": []}', r"answers \(\) can't be scored"),
+        ("samsum", '{"context": "c", "input": "i", "answers": [1]}', r"answers \(1,\) can't be scored"),
+        ("passage_count", '{"context": "c", "input": "i", "answers": ["x"]}', r"answers \('x',\) can't be scored"),
+    ],
+)
+def test_rows_that_cannot_be_asked_are_named_before_anything_is(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / f"{name}.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        longbench.make_job(name, tmp_path, bundled(), length=512, samples=None)
+
+
+def test_helmet_names_what_is_missing(tmp_path: Path) -> None:
+    row = {"context": "c", "answer": "v", "demos": [["x", "1"]]}
+    write(tmp_path / "json_kv/test_k105_dep6.jsonl", [row])
+    with pytest.raises(ConfigError, match=r"no file of HELMET's json_kv: KeyError\('question'\) in a row"):
+        helmet.make_job("json_kv", tmp_path, bundled(), length=8192, samples=1)

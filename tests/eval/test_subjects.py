@@ -1,6 +1,7 @@
 """Checkpoints answer as the library does; a server answers as its checkpoint does, over HTTP."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -101,6 +102,37 @@ def test_a_server_answers_as_its_checkpoint(url: str, tiny: SparDA) -> None:
     too_long = Prompt(ids=[5] * 700, question=questions[0], new_tokens=6)
     with pytest.raises(EndpointError, match=r"/v1/completions answers 400: .*700"):
         endpoint.answers([too_long])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
+        b"HTTP/1.1 500 Oh\r\nContent-Length: 99\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000,
+    ],
+)
+def test_what_speaks_no_http_or_stops_is_named(tiny: SparDA, reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EndpointError, match=f"{address}/v1/models (can't be read: .|answers 500)"):
+            Endpoint(address, Prompter(tokenizer=tiny.tokenizer), chat=False, api_key=None, parallel=1)
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://[::", "http://127.0.0.1:80 x", "http://a\nb"])
+def test_what_is_no_address_is_named(tiny: SparDA, url: str) -> None:
+    with pytest.raises(EndpointError, match="can't be read"):
+        Endpoint(url, Prompter(tokenizer=tiny.tokenizer), chat=False, api_key=None, parallel=1)
 
 
 def test_what_is_no_such_server_is_named(tiny: SparDA) -> None:
