@@ -260,6 +260,8 @@ def test_the_command_writes_row_by_row_and_says_what_does_not_fit(
         (["--slots", "few"], "--slots 'few': give least, auto, a number"),
         (["--slots", "2x,0"], "--slots '0'"),
         (["--misses", "-1"], "--misses -1"),
+        (["--misses", "nan"], "--misses nan: it must be a finite number"),
+        (["--host-gib", "inf"], "--host-gib inf: it must be a finite number"),
         (["--way", "dense"], "--way 'dense'"),
         (["--pools", "0"], "--pools 0"),
         (["--hit-rates", "nowhere.json"], "--hit-rates nowhere.json is no result file"),

@@ -62,7 +62,7 @@ class Curve:
                 for row in rows
                 if (row["name"], row["backend"], row["settings"]["layer"]) == (MISSING, mode, "all")
             }
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise typer.BadParameter(f"--hit-rates {file} is no result file of `bench overlap`: {error}") from None
         if not found:
             raise typer.BadParameter(f"--hit-rates {file} has no mode {mode}: give another file, or --slots least.")

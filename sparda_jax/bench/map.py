@@ -1,6 +1,7 @@
 """``python -m sparda_jax.bench map``: decode at every batch, context and number of slots that a machine holds."""
 
 import dataclasses
+import math
 import os
 import tempfile
 import time
@@ -100,8 +101,10 @@ def map_(
     ways = [one_of("--way", name, _WAYS) for name in way.split("/")]
     contexts, batches = whole_numbers("--context", context), whole_numbers("--batch", batch)
     kinds = check_slots(slots)
-    if misses < 0:
-        raise typer.BadParameter(f"--misses {misses:g}: it must be at least 0.")
+    if not 0 <= misses < math.inf:
+        raise typer.BadParameter(f"--misses {misses:g}: it must be a finite number, at least 0.")
+    if host_gib is not None and not 0 < host_gib < math.inf:
+        raise typer.BadParameter(f"--host-gib {host_gib:g}: it must be a finite number above 0.")
     at_least("--pools", pools, 1)
     curves = {name: None if kinds == ["least"] else Curve.read(hit_rates, WAYS[name][0].value) for name in ways}
     if jax.default_backend() != "gpu":

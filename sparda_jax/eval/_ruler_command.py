@@ -44,7 +44,7 @@ def ruler(
     at_least("--batch", batch, 1)
     at_least("--samples", samples, 1)
     names = [one_of("--tasks", name, NAMES) for name in dict.fromkeys(task.split(","))]
-    sizes, drawn = whole_numbers("--lengths", lengths), whole_numbers("--seeds", seeds, least=0)
+    sizes, drawn = whole_numbers("--lengths", lengths), list(dict.fromkeys(whole_numbers("--seeds", seeds, least=0)))
     known, prompter = tasks(sentences_of(essays)), make_prompter(model, template)
     asked = ask(
         prompter,

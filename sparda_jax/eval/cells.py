@@ -144,8 +144,10 @@ def _cell_of(row: dict[str, Any]) -> Cell:
     for name, kind in (("task", str), ("length", int), ("mode", str), ("prompts", str)):
         if not isinstance(row[name], kind):
             raise TypeError(f"{name} {row[name]!r}")
-    shares = {name: None if row[name] is None else _number(row[name]) for name in ("width", "prefill_read")}
-    return Cell(**row | shares | {"scores": scores})
+    known: dict[str, Any] = {"scores": scores}
+    for name in ("width", "prefill_read"):
+        known[name] = None if row[name] is None else _number(row[name])
+    return Cell(**(row | known))
 
 
 def _number(value: Any) -> float:

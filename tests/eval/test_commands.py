@@ -29,7 +29,7 @@ def test_ruler_writes_tables_and_goes_on(tmp_path: Path) -> None:
         "--samples",
         "1",
         "--seeds",
-        "1,2",
+        "1,2,1",
         "--tasks",
         "niah_single_1",
         *SHORT,
