@@ -38,22 +38,29 @@ class Profiler:
         self._lock = threading.Lock()
         self._running: Path | None = None
         self._timer: threading.Timer | None = None
+        self._lost = False
 
     def start(self) -> Path:
         """Begins a profile and returns the folder that it will be in.
 
         Raises:
             ProfilingError: one is running already, here or elsewhere in the process.
+            ProfileLostError: its folder can't be made.
         """
         with self._lock:
             if self._running is not None:
                 raise ProfilingError(f"a profile is running already, into {self._running}; stop it first")
             name = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
             paths = (self.folder / (name + (f"-{count}" if count else "")) for count in range(1 << 30))
-            path = next(path for path in paths if not path.exists())
             try:
-                jax.profiler.start_trace(path, profiler_options=profile_options())
+                path = next(path for path in paths if not path.exists())
+                path.mkdir(parents=True)
+            except OSError as error:
+                raise ProfileLostError(f"no profile was started: {self.folder} can't be written ({error})") from error
+            try:
+                self._begin(path)
             except RuntimeError as error:
+                path.rmdir()
                 raise ProfilingError(f"no profile was started: {error}") from error
             self._running = path
             self._timer = threading.Timer(self.max_seconds, self._end, args=(path,))
@@ -78,6 +85,17 @@ class Profiler:
         """Ends a running profile, if there is one."""
         self._end(None)
 
+    def _begin(self, path: Path) -> None:
+        """Call it with the lock, while none runs."""
+        if self._lost:
+            # JAX holds on to what it could not write, and starts nothing until it has: it may be able to by now.
+            try:
+                jax.profiler.stop_trace()
+            except RuntimeError:
+                logger.info("the profile that was lost is no longer there, or still can't be written")
+        jax.profiler.start_trace(path, profiler_options=profile_options())
+        self._lost = False
+
     def _end(self, path: Path | None) -> None:
         """Ends a profile that nobody waits for; with a path, only that one."""
         with self._lock:
@@ -97,6 +115,7 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
         except Exception as error:  # whatever the profiler or the disk said
+            self._lost = True
             raise ProfileLostError(f"the profile could not be written to {path}: {error}") from error
         logger.info("a profile was written: %s", path)
         return path

@@ -1,5 +1,6 @@
 """Profiles over HTTP: one at a time, bounded, behind the key, and what `bench step` says of a CPU's."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,27 @@ def test_a_profile_that_cannot_be_written_is_500_and_over(
     assert "no space left on device" in error["message"]
     monkeypatch.undo()
     assert call(app, "POST", "/start_profile").status_code == 200
+
+
+def test_after_a_folder_that_was_taken_away_profiles_go_on(engine: Engine, tmp_path: Path) -> None:
+    """JAX keeps a profile that it could not write, and with it the only place for one."""
+    folder = tmp_path / "profiles"
+    profiler = Profiler(folder, max_seconds=60)
+    app = app_of(engine, profiler)
+    path = Path(call(app, "POST", "/start_profile").json()["profile"])
+    path.rmdir()
+    path.write_text("in the way")
+    assert "could not be written" in error_of(call(app, "POST", "/stop_profile"), 500)["message"]
+    assert call(app, "POST", "/start_profile").status_code == 409
+    path.unlink()
+    again = Path(call(app, "POST", "/start_profile").json()["profile"])
+    assert call(app, "POST", "/stop_profile").status_code == 200
+    assert len(written(again)) == 1
+    # A folder that can't be written is told at the start, and not when a profile is lost.
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    error = error_of(call(app, "POST", "/start_profile"), 500)
+    assert f"no profile was started: {folder} can't be written" in error["message"]
 
 
 def test_profiles_need_the_key_and_the_option(engine: Engine, profiler: Profiler, tmp_path: Path) -> None:
