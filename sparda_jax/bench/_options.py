@@ -74,7 +74,7 @@ def slots_of(text: str) -> int | None:
     return int(text)
 
 
-def check_writable(file: Path | None) -> None:
+def check_writable(file: Path | None, option: str = "--json") -> None:
     """Makes the folder of a result file, which is first written when something has been measured.
 
     Raises:
@@ -85,6 +85,6 @@ def check_writable(file: Path | None) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"--json {file} can't be written: {error.strerror}.") from None
+        raise typer.BadParameter(f"{option} {file} can't be written: {error.strerror}.") from None
     if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise typer.BadParameter(f"--json {file} can't be written: give a file in a folder that can.")
+        raise typer.BadParameter(f"{option} {file} can't be written: give a file in a folder that can.")

@@ -135,8 +135,8 @@ def evaluate(
     Raises:
         typer.BadParameter: something can't be done; the message says what.
     """
-    for file in (json_out, markdown_out, answers):
-        check_writable(file)
+    for option, file in (("--json", json_out), ("--markdown", markdown_out), ("--answers", answers)):
+        check_writable(file, option)
     began = time.perf_counter()
     baseline = Mode.SPARSE.value if Mode.SPARSE.value in asked.subjects else next(iter(asked.subjects))
     try:

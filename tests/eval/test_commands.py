@@ -107,6 +107,8 @@ def test_longbench_reads_its_files(tmp_path: Path) -> None:
         (("--samples", "0"), "--samples 0: it must be at least 1"),
         (("--lengths", "100", "--modes", "dense"), "at length=100: the smallest prompt takes"),
         (("--essays", "absent.txt", "--modes", "dense"), "essays=absent.txt can't be read"),
+        (("--markdown", "/", "--modes", "dense"), "--markdown / can't be written"),
+        (("--answers", "/", "--modes", "dense"), "--answers / can't be written"),
         (("--url", "localhost"), "begin it with http:// or https://"),
     ],
 )
