@@ -53,8 +53,10 @@ class Endpoint:
             if self._chat:
                 messages = self._prompter.messages(prompt.question)
                 reply = self._ask("/v1/chat/completions", body | {"messages": messages})
-                return Answer(text=str(reply["choices"][0]["message"]["content"]))
-            return Answer(text=str(self._ask("/v1/completions", body | {"prompt": prompt.ids})["choices"][0]["text"]))
+                text = reply["choices"][0]["message"]["content"]
+            else:
+                text = self._ask("/v1/completions", body | {"prompt": prompt.ids})["choices"][0]["text"]
+            return Answer(text="" if text is None else str(text))  # null: the tokens ended before the answer began
         except (LookupError, TypeError) as error:
             raise EndpointError(f"{self._url} answers in another form than OpenAI's API") from error
 

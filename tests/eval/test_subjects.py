@@ -104,6 +104,15 @@ def test_a_server_answers_as_its_checkpoint(url: str, tiny: SparDA) -> None:
         endpoint.answers([too_long])
 
 
+def test_an_answer_that_did_not_begin_is_empty(tiny: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = {"/v1/models": {"data": [{"id": "m"}]}}
+    replies["/v1/chat/completions"] = {"choices": [{"message": {"content": None}}]}
+    monkeypatch.setattr(Endpoint, "_ask", lambda self, path, body=None: replies[path])
+    endpoint = Endpoint("http://x", Prompter(tokenizer=tiny.tokenizer), chat=True, api_key=None, parallel=1)
+    prompt = Prompt(ids=[1], question=Question(text="q", prefix="", references=("none",)), new_tokens=1)
+    assert [answer.text for answer in endpoint.answers([prompt])] == [""]
+
+
 @pytest.mark.parametrize(
     "reply",
     [
