@@ -50,6 +50,7 @@ class Profiler:
         with self._lock:
             if self._running is not None:
                 raise ProfilingError(f"a profile is running already, into {self._running}; stop it first")
+            self._release()  # first, since it may write a folder of the name that is chosen now
             name = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
             paths = (self.folder / (name + (f"-{count}" if count else "")) for count in range(1 << 30))
             try:
@@ -58,11 +59,11 @@ class Profiler:
             except OSError as error:
                 raise ProfileLostError(f"no profile was started: {self.folder} can't be written ({error})") from error
             try:
-                self._begin(path)
+                jax.profiler.start_trace(path, profiler_options=profile_options())
             except RuntimeError as error:
                 path.rmdir()
                 raise ProfilingError(f"no profile was started: {error}") from error
-            self._running = path
+            self._running, self._lost = path, False
             self._timer = threading.Timer(self.max_seconds, self._end, args=(path,))
             self._timer.daemon = True
             self._timer.start()
@@ -85,16 +86,15 @@ class Profiler:
         """Ends a running profile, if there is one."""
         self._end(None)
 
-    def _begin(self, path: Path) -> None:
-        """Call it with the lock, while none runs."""
+    def _release(self) -> None:
+        """JAX holds on to what it could not write, and starts nothing until it has: it may be able to by now."""
         if self._lost:
-            # JAX holds on to what it could not write, and starts nothing until it has: it may be able to by now.
             try:
                 jax.profiler.stop_trace()
             except RuntimeError:
                 logger.info("the profile that was lost is no longer there, or still can't be written")
-        jax.profiler.start_trace(path, profiler_options=profile_options())
-        self._lost = False
+            else:
+                self._lost = False
 
     def _end(self, path: Path | None) -> None:
         """Ends a profile that nobody waits for; with a path, only that one."""

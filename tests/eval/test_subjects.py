@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 import uvicorn
@@ -105,7 +106,7 @@ def test_a_server_answers_as_its_checkpoint(url: str, tiny: SparDA) -> None:
 
 
 def test_an_answer_that_did_not_begin_is_empty(tiny: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = {"/v1/models": {"data": [{"id": "m"}]}}
+    replies: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}}
     replies["/v1/chat/completions"] = {"choices": [{"message": {"content": None}}]}
     monkeypatch.setattr(Endpoint, "_ask", lambda self, path, body=None: replies[path])
     endpoint = Endpoint("http://x", Prompter(tokenizer=tiny.tokenizer), chat=True, api_key=None, parallel=1)
