@@ -19,7 +19,6 @@ SIZE = Size(batch=1, context=64 * 256, calls=16, inputs=5, pool_bytes=1 << 20)
     [
         ("select+plan forecast", Backend.TRITON, 3),
         pytest.param("attention", Backend.MOSAIC_GPU, 2, marks=pytest.mark.slow),
-        pytest.param("between attentions", Backend.MOSAIC_GPU, 1, marks=pytest.mark.slow),
         ("fetch", Backend.TRITON, 1),
         ("write back", Backend.MOSAIC_GPU, 1),
     ],

@@ -105,6 +105,18 @@ def test_a_step_is_one_graph_in_place(mode: Mode, fetch: Fetch, kv_host_dtype: K
     assert [kernel for kernel in program.kernels if kernel.spilled] == []
 
 
+def test_each_layer_waits_on_zeros_of_its_own() -> None:
+    """The CTAs of a layer's products count each other; a count that was left over would let them read too early."""
+    hlo = compiled(Mode.SPARDA, Fetch.AHEAD).hlo
+    call = r'custom-call\(([^)]*)\), custom_call_target="mosaic_gpu_v2"[^\n]*op_name="[^"]*/between_attentions/'
+    counters = [operands.split(", ")[-1].split("*/")[-1] for operands in re.findall(call, hlo)]
+    assert len(counters) == len(set(counters)) == LAYERS
+    for counter in counters:
+        made = re.search(rf"^ +{re.escape(counter)} = s32\[\d\]\{{0\}} (.*)$", hlo, re.MULTILINE)
+        assert made is not None
+        assert "broadcast" in made.group(1), "zeros, or a copy of them"
+
+
 @pytest.mark.slow
 def test_a_sampled_step_is_one_graph_in_place() -> None:
     """The selections of the layers' own queries, beside those that are attended to."""
