@@ -8,8 +8,8 @@ from jax import lax
 
 CTAS = 128
 """Of 132 SMs: the record copy's CTAs have the others to themselves."""
-MOST_ROWS = 32
-"""More would not fit into the registers of a CTA's 128 threads: XLA's products are faster then."""
+MOST_ROWS = 16
+"""Beyond, XLA's products are faster: measured in whole steps of 24 lanes (docs/performance.md)."""
 TILE, HALF = 128, 64
 _SMEM_BYTES, _MOST_STAGES = 225 * 1024, 6
 _STAGE_BYTES = 2 * TILE * TILE

@@ -5,20 +5,17 @@ As `triton_prefill_top`: a warp for a query and KV head, and a threshold found b
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from sparda_jax.pallas_kernels.backend import interpreting
-from sparda_jax.pallas_kernels.block_selection.kernel_parts import LOWEST_KEY, sort_key
 from sparda_jax.pallas_kernels.block_selection.prefill_bits import (
     WORD,
     bits_below,
-    lowest_bits,
     num_words,
-    popcount,
 )
+from sparda_jax.pallas_kernels.block_selection.top_words import top_words
 
 
 def row_top_bits(
@@ -34,8 +31,6 @@ def row_top_bits(
     batch, kv_heads, q_len, blocks = scores.shape
     words = num_words(blocks)
     free = num_selected - init_blocks - local_blocks - 1
-    # As many groups of scores as there are free places: so many scores reach the least of the groups' largest.
-    groups = pl.next_power_of_2(max(free, 1))
     widest = max(pl.next_power_of_2(blocks), WORD)
 
     def kernel(scores_ref, first_ref, own_ref, bits_ref):
@@ -54,38 +49,7 @@ def row_top_bits(
             ids, narrow = jnp.arange(width), jnp.arange(width // WORD)
             competes = (ids >= free_begin) & (ids < free_end) | (ids == last + 1) & (ids < blocks)
             score = plgpu.load(scores_ref.at[b, h, row, ids], mask=competes, other=-jnp.inf)
-            key = jnp.where(competes, sort_key(score), LOWEST_KEY)
-            lowest = jnp.min(jnp.where(competes, key, 2**31 - 1))
-            if groups < width:
-                lowest = jnp.maximum(lowest, jnp.min(jnp.max(key.reshape(width // groups, groups), axis=0)))
-
-            def halve(state):
-                low, high, _ = state
-                # The mean, without a sum that overflows.
-                middle = (low & high) + ((low ^ high) >> 1)
-                reached = jnp.sum((key >= middle).astype(jnp.int32))
-                enough = reached >= free
-                return (
-                    jnp.where(enough, middle, low),
-                    jnp.where(enough, high, middle),
-                    (reached == free).astype(jnp.int32),
-                )
-
-            def unsettled(state):
-                low, high, exact = state
-                return (exact == 0) & (low + 1 < high)
-
-            # At least so many reach the threshold, and fewer are above it.
-            threshold, *_ = lax.while_loop(unsettled, halve, (lowest, jnp.max(key) + 1, jnp.int32(0)))
-
-            def packed(chosen: Array) -> Array:
-                lanes = chosen.astype(jnp.int32).reshape(width // WORD, WORD)
-                return jnp.sum(lanes << jnp.arange(WORD)[None], axis=1)
-
-            above, equal = packed(key > threshold), packed((key == threshold) & competes)
-            count = popcount(equal)
-            left = free - jnp.sum(popcount(above)) - (jnp.cumsum(count) - count)
-            chosen = above | lowest_bits(equal, jnp.clip(left, 0, count))
+            chosen = top_words(score, competes, free)
             forced = bits_below(free_begin, narrow) | ~bits_below(free_end, narrow)
             plgpu.store(bits_ref.at[b, h, row, narrow], (chosen | forced) & past(narrow), mask=narrow < words)
             if width < widest:

@@ -166,7 +166,7 @@ def test_a_lane_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 4, 16, 17, 32])
+@pytest.mark.parametrize("batch", [1, 4, 9, 16])
 def test_the_8b_layer_in_one_kernel(batch: int) -> None:
     """Again and again, since what CTAs pass on to each other could come too late once in a while."""
     skip_without_hopper()
@@ -197,7 +197,8 @@ def test_the_kernel_takes_small_batches_in_bf16() -> None:
         Backend.REFERENCE if jax.default_backend() == "cpu" else Backend.MOSAIC_GPU
     )
     assert chosen(SMALL, 1) is Backend.MOSAIC_GPU
-    assert chosen(SMALL, 33) is Backend.REFERENCE
+    assert chosen(SMALL, 16) is Backend.MOSAIC_GPU
+    assert chosen(SMALL, 17) is Backend.REFERENCE
     assert chosen(SMALL, 1, jnp.float32) is Backend.REFERENCE
     # 130 heads would need 130 CTAs at once.
     assert chosen(dataclasses.replace(SMALL, heads=(2, 64, 63, 1)), 1) is Backend.REFERENCE
