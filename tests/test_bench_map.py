@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from sparda_jax.bench import map as bench
 from sparda_jax.bench.__main__ import app
+from sparda_jax.bench._decode_cases import Case
 from sparda_jax.bench._map_parts import step_time
 from sparda_jax.bench._map_points import Curve, Point, capacity, demand_of, points
 from sparda_jax.bench._report import write_json
 from sparda_jax.bench._step_profile import Event, Kind
-from sparda_jax.bench.decode import Case
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.machine import Bound, Limits
 from sparda_jax.model import Decoder

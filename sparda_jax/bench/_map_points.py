@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from sparda_jax.bench._decode_cases import SPARE_SLOTS, WAYS, Case, check_misses
 from sparda_jax.bench._overlap_rows import MISSING
-from sparda_jax.bench.decode import SPARE_SLOTS, WAYS, Case, check_misses
 from sparda_jax.budget import Demand, plan_memory
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.config import ConfigError, ModelConfig

@@ -16,6 +16,9 @@ import typer
 from flax import nnx
 from rich.console import Console
 
+from sparda_jax.bench._decode_cases import METHOD as DECODE_METHOD
+from sparda_jax.bench._decode_cases import PROFILED_STEPS, WAYS, Case, floors, weights_floor
+from sparda_jax.bench._decode_steps import Measured, Program, compile_step, measure
 from sparda_jax.bench._map_parts import step_time
 from sparda_jax.bench._map_plot import MAP
 from sparda_jax.bench._map_points import (
@@ -32,18 +35,6 @@ from sparda_jax.bench._map_points import (
 from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.bench._step_profile import ProfileError, read_profile
-from sparda_jax.bench.decode import METHOD as DECODE_METHOD
-from sparda_jax.bench.decode import (
-    PROFILED_STEPS,
-    WAYS,
-    Case,
-    Measured,
-    Program,
-    compile_step,
-    floors,
-    measure,
-    weights_floor,
-)
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE, pinned_bytes
 from sparda_jax.config import ModelConfig
 from sparda_jax.fit import gib
