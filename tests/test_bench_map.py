@@ -18,6 +18,7 @@ from sparda_jax.bench._map_parts import step_time
 from sparda_jax.bench._map_points import Curve, Point, capacity, demand_of, points
 from sparda_jax.bench._report import write_json
 from sparda_jax.bench._step_profile import Event, Kind
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.machine import Bound, Limits
 from sparda_jax.model import Decoder
@@ -61,6 +62,14 @@ def test_points_of_the_8b_shape() -> None:
     assert "1900 slots (1900): device memory" in left_out
     (left_out,) = points(demand_of(CONFIG, "sparda", 131072, 1), "sparda", ["100"], 10, curve, limits(75, 127))
     assert left_out == "sparda, 131072 tokens, batch 1, 100 slots (100): a step needs 128"
+
+
+def test_packed_records_double_the_sequences() -> None:
+    kept = KvHostDtype.INT8
+    (point,) = points(demand_of(CONFIG, "sparda", 131072, 55, kept), "sparda", ["least"], 10, None, limits(132, 127))
+    assert isinstance(point, Point)
+    assert (point.case.kv_host_dtype, point.case.slots) == (kept, 160)
+    assert capacity(demand_of(CONFIG, "sparda", 131072, 1, kept), "sparda", limits(132, 127)).most == 55
 
 
 def test_slots_that_are_the_same_are_one_point_and_the_largest_shares_nothing() -> None:
@@ -191,13 +200,14 @@ def test_the_picture_has_a_panel_for_each_context(tmp_path: Path) -> None:
                 name="sparda",
                 backend="auto",
                 settings={
-                    "batch": batch, "context": context, "slots": slots, "slots_are": kind, "paper_tokens_per_s": paper
+                    "batch": batch, "context": context, "slots": slots, "slots_are": kind, "paper_tokens_per_s": paper,
+                    "kv_host_dtype": kept,
                 },
                 value=1000.0 + batch,
                 unit="tokens/s",
                 floor=2000.0,
             )
-            for context in (65536, 131072)
+            for context, kept in ((65536, "auto"), (131072, "auto"), (131072, "int8"))
             for kind, slots in (("least", 160), ("auto", 1804))
         ]  # fmt: skip
         files.append(tmp_path / f"{batch}.json")
@@ -205,11 +215,12 @@ def test_the_picture_has_a_panel_for_each_context(tmp_path: Path) -> None:
     picture = tmp_path / "map.svg"
     done = CliRunner().invoke(app, ["plot", *map(str, files), str(picture)])
     assert done.exit_code == 0, done.output
-    assert "8 rows" in done.output
+    assert "12 rows" in done.output
     text = picture.read_text()
     for said in (
         "sparda, 64K tokens",
         "sparda, 128K tokens",
+        "sparda, 128K tokens, int8 on the host",
         "slots: least",
         "slots: auto",
         "paper, H100",
@@ -264,6 +275,7 @@ def test_the_command_writes_row_by_row_and_says_what_does_not_fit(
         (["--host-gib", "inf"], "--host-gib inf: it must be a finite number"),
         (["--way", "dense"], "--way 'dense'"),
         (["--pools", "0"], "--pools 0"),
+        (["--kv-host-dtype", "int4"], "--kv-host-dtype 'int4'"),
         (["--hit-rates", "nowhere.json"], "--hit-rates nowhere.json is no result file"),
         (["--slots", "least", "--hit-rates", "nowhere.json"], "needs an NVIDIA GPU"),
     ],

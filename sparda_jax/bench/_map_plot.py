@@ -3,22 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
+from sparda_jax.cache.host_dtype import KvHostDtype
+
 MAP = "map"
 """What a result file's entry ``picture`` says if it is to be drawn so."""
 _COLORS = ("C0", "C1", "C2", "C3", "C4", "C5")
 
 
+def _panel(row: dict[str, Any]) -> tuple[str, str, int]:
+    """What the rows of one panel have in common."""
+    return row["name"], row["settings"]["kv_host_dtype"], row["settings"]["context"]
+
+
 def draw_map(drawing: Any, rows: Sequence[dict[str, Any]]) -> None:
     """Draws rows on an empty figure: lines by slots, their floors dashed, the paper's figures as crosses."""
-    panels = sorted({(row["name"], row["settings"]["context"]) for row in rows})
+    panels = sorted({_panel(row) for row in rows})
     axes = drawing.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     drawing.set_size_inches(4.2 * len(panels) + 0.8, 4.6)
     kinds = list(
         dict.fromkeys(row["settings"]["slots_are"] for row in sorted(rows, key=lambda row: row["settings"]["slots"]))
     )
     colors = dict(zip(kinds, _COLORS * len(kinds), strict=False))
-    for panel, (name, context) in zip(axes, panels, strict=True):
-        mine = [row for row in rows if (row["name"], row["settings"]["context"]) == (name, context)]
+    for panel, key in zip(axes, panels, strict=True):
+        name, kept, context = key
+        mine = [row for row in rows if _panel(row) == key]
         mine.sort(key=lambda row: row["settings"]["batch"])
         for kind in kinds:
             line = [row for row in mine if row["settings"]["slots_are"] == kind]
@@ -31,7 +39,8 @@ def draw_map(drawing: Any, rows: Sequence[dict[str, Any]]) -> None:
         published = [(batch, value) for batch, value in paper.items() if value is not None]
         if published:
             panel.plot(*zip(*published, strict=True), "kx", label="paper, H100")
-        panel.set_title(f"{name}, {context // 1024}K tokens", fontsize=10)
+        packed = "" if kept == KvHostDtype.AUTO else f", {kept} on the host"
+        panel.set_title(f"{name}, {context // 1024}K tokens{packed}", fontsize=10)
         panel.set_xlabel("sequences", fontsize=9)
         panel.set_xscale("log", base=2)
         ticks = sorted({row["settings"]["batch"] for row in mine})

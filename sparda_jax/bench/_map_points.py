@@ -14,6 +14,7 @@ import typer
 from sparda_jax.bench._decode_cases import SPARE_SLOTS, WAYS, Case, check_misses
 from sparda_jax.bench._overlap_rows import MISSING
 from sparda_jax.budget import Demand, plan_memory
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.fit import auto_slots, check_fits, largest_batch
@@ -74,7 +75,7 @@ class Curve:
         return float(np.interp(slots, self.slots, self.missing))
 
 
-def demand_of(config: ModelConfig, way: str, context: int, batch: int) -> Demand:
+def demand_of(config: ModelConfig, way: str, context: int, batch: int, kept: KvHostDtype = KvHostDtype.AUTO) -> Demand:
     """What it takes in truth: with a pool for every layer, and room for prefill, as a server has."""
     mode, fetch = WAYS[way]
     return Demand(
@@ -85,6 +86,7 @@ def demand_of(config: ModelConfig, way: str, context: int, batch: int) -> Demand
         max_model_len=context,
         batch=batch,
         fetch=fetch,
+        kv_host_dtype=kept,
     )
 
 
@@ -129,7 +131,14 @@ def points(
             missing = 0.0
         elif count > least and curve:
             missing = round(misses * curve.at(count / width) / curve.at(least / width), 2)
-        case = Case(way=way, batch=demand.batch, context=demand.max_model_len, misses=missing, slots=count)
+        case = Case(
+            way=way,
+            batch=demand.batch,
+            context=demand.max_model_len,
+            misses=missing,
+            slots=count,
+            kv_host_dtype=demand.kv_host_dtype,
+        )
         try:
             plan = plan_memory(demand, count)
             # What this process may pin does not matter: it pins less.

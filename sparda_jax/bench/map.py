@@ -35,6 +35,7 @@ from sparda_jax.bench._map_points import (
 from sparda_jax.bench._options import at_least, check_writable, geometry, one_of, whole_numbers
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.bench._step_profile import ProfileError, read_profile
+from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB, PINNED_LIMIT_VARIABLE, pinned_bytes
 from sparda_jax.config import ModelConfig
 from sparda_jax.fit import gib
@@ -81,6 +82,9 @@ def map_(
     host_gib: Annotated[
         float | None, typer.Option(help="Host memory, in GiB, that the points have to fit; this machine's if left out.")
     ] = None,
+    kv_host_dtype: Annotated[
+        str, typer.Option(help=f"What the host keeps of keys and values: {', '.join(KvHostDtype)}.")
+    ] = "auto",
     pools: Annotated[int, typer.Option(help="Different host pools that the layers read; making one takes time.")] = 2,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has, for a quick look.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results here, row by row.")] = None,
@@ -97,6 +101,7 @@ def map_(
     if host_gib is not None and not 0 < host_gib < math.inf:
         raise typer.BadParameter(f"--host-gib {host_gib:g}: it must be a finite number above 0.")
     at_least("--pools", pools, 1)
+    kept = KvHostDtype(one_of("--kv-host-dtype", kv_host_dtype, list(KvHostDtype)))
     curves = {name: None if kinds == ["least"] else Curve.read(hit_rates, WAYS[name][0].value) for name in ways}
     if jax.default_backend() != "gpu":
         raise typer.BadParameter("the benchmark needs an NVIDIA GPU, and JAX sees none here: run it on a GPU machine.")
@@ -106,7 +111,7 @@ def map_(
         for name in ways
         for tokens in contexts
         for size in batches
-        for point in points(demand_of(config, name, tokens, size), name, kinds, misses, curves[name], limits)
+        for point in points(demand_of(config, name, tokens, size, kept), name, kinds, misses, curves[name], limits)
     ]
     left_out = [point for point in asked if isinstance(point, str)]
     for sentence in left_out:
@@ -122,7 +127,7 @@ def map_(
         "host_memory": gib(limits.host_bound.bytes) if limits.host_bound else None,
         "device_memory": gib(limits.device.bytes) if limits.device else None,
         "capacity": [
-            dataclasses.asdict(capacity(demand_of(config, name, tokens, 1), name, limits))
+            dataclasses.asdict(capacity(demand_of(config, name, tokens, 1, kept), name, limits))
             for name in ways
             for tokens in contexts
         ],
@@ -149,7 +154,7 @@ def _check_pools(found: Sequence[Point], config: ModelConfig, limits: Limits) ->
     """
     for point in found:
         case = point.case
-        size = demand_of(config, case.way, case.context, case.batch)
+        size = demand_of(config, case.way, case.context, case.batch, case.kv_host_dtype)
         array = size.num_blocks * size.block_bytes // config.num_layers
         if pinned_bytes(array, case.pools, limits.pinned) is None:
             raise typer.BadParameter(
@@ -227,6 +232,7 @@ def _row(config: ModelConfig, point: Point, result: Measured, profile: Path, *, 
             "slots": case.slots_per_lane(config),
             "layers": config.num_layers,
             "pools": case.pools,
+            "kv_host_dtype": case.kv_host_dtype.value,
             "tpot_ms": settings.pop("ms"),
             "floor_weights_ms": round(1e3 * weights_floor(config), 3),
             "floor_hbm_ms": round(1e3 * hbm, 3),
