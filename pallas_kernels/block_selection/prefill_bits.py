@@ -39,7 +39,10 @@ def bits_to_ids(bits: UInt32[Array, "*rows words"], width: int) -> Int[Array, "*
 def bits_below(limit: Array, word: Array) -> Array:
     """int32 words numbered ``word`` in which the bits of the blocks below ``limit`` are set."""
     count = jnp.clip(limit - WORD * word, 0, WORD)
-    return jnp.where(count == WORD, -1, (1 << (count & (WORD - 1))) - 1)
+    # In two shifts, each of less than a word. With a select for whole words instead, ptxas 13.5 gave one branch of a
+    # kernel a register that only the other one sets (`row_top_bits`, rows of fewer than 32 blocks).
+    half = count >> 1
+    return ((1 << half) << (count - half)) - 1
 
 
 def popcount(x: Array) -> Array:

@@ -48,10 +48,10 @@ def logs(
     first: Int[Array, "batch q_len"],
     last: Int[Array, "batch q_len"],
     *,
-    row_tile: int = 256,
-    key_tile: int = 64,
+    row_tile: int = 128,
+    key_tile: int = 128,
     num_warps: int = 8,
-    num_stages: int = 3,
+    num_stages: int = 2,
 ) -> Float[Array, "batch kv_heads group q_len"]:
     """The binary logarithm of each head's denominator; 0 where a query sees nothing."""
     batch, q_len, kv_heads, group, head_dim = q.shape
@@ -120,10 +120,10 @@ def scores(
     *,
     stride: int,
     block_size: int,
-    row_tile: int = 128,
+    row_tile: int = 64,
     key_tile: int = 128,
-    num_warps: int = 8,
-    num_stages: int = 2,
+    num_warps: int = 4,
+    num_stages: int = 3,
 ) -> tuple[Array, Array, Array]:
     """The arrays of `FineScores`.
 

@@ -57,6 +57,16 @@ def test_the_next_block_can_take_a_place(backend: str) -> None:
     assert np.asarray(bits_to_mask(bits, 20)).sum(axis=-1).tolist() == [[[8, 9]]]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("blocks", "num_selected"), [(8, 6), (16, 4), (32, 5), (40, 4), (300, 40), (1024, 96)])
+def test_compiled(blocks: int, num_selected: int) -> None:
+    """Also rows of less than a word of bits, where ptxas once mixed up two branches."""
+    scores, first, own = (jnp.asarray(x) for x in case(blocks, 500, seed=blocks))
+    limits = LIMITS | {"num_selected": num_selected}
+    ours, theirs = (choose_blocks(scores, first, own, **limits, backend=backend) for backend in ("triton", "reference"))
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def test_too_few_places() -> None:
     scores, first, own = (jnp.asarray(x) for x in case(40, 24, seed=1))
     with pytest.raises(ValueError, match="num_selected=3 must hold the 4"):
