@@ -18,13 +18,17 @@ def averages(cells: Sequence[Cell], baseline: str) -> list[dict[str, Any]]:
 
     Returns:
         Rows with `length` (None: all), `mode`, `mean`, `interval`, `minus` (the baseline), `minus_interval`, and
-        `width`; scores from 0 to 1.
+        `width`; scores from 0 to 1. None for a mode that lacks cells which another one has there: an average over
+        fewer tasks or lengths would be another quantity.
     """
     rows = []
     for length in [*_lengths(cells), *([None] if len(_lengths(cells)) > 1 else [])]:
         here = {(c.mode, c.task, c.length): c for c in cells if length in (None, c.length)}
+        asked = {(task, size) for _, task, size in here}
         for mode in _modes(cells):
             mine = [cell for (name, _, _), cell in here.items() if name == mode]
+            if {(cell.task, cell.length) for cell in mine} != asked:
+                continue
             others = [here.get((baseline, cell.task, cell.length)) for cell in mine]
             paired = [
                 np.array(cell.scores) - np.array(other.scores)
@@ -43,13 +47,15 @@ def averages(cells: Sequence[Cell], baseline: str) -> list[dict[str, Any]]:
 def markdown(cells: Sequence[Cell], baseline: str) -> str:
     """Averages by length, then a table of tasks for each length; scores in percent."""
     found = averages(cells, baseline)
+    lengths = list(dict.fromkeys(row["length"] for row in found))
+    by_place = {(row["mode"], row["length"]): row for row in found}
     lines = [f"Average over tasks in percent (95 %), and the difference to `{baseline}` on the same prompts.", ""]
     lines += _table(
-        ["mode", *(_length(row["length"]) for row in _first(found)), "blocks a token"],
+        ["mode", *("all" if length is None else str(length) for length in lengths), "blocks a token"],
         [
             [
                 f"`{mode}`",
-                *(_average(row, baseline) for row in found if row["mode"] == mode),
+                *(_average(by_place.get((mode, length)), baseline) for length in lengths),
                 _widths([row for row in found if row["mode"] == mode]),
             ]
             for mode in _modes(cells)
@@ -80,19 +86,13 @@ def _modes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(cell.mode for cell in cells))
 
 
-def _first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["mode"] == rows[0]["mode"]]
-
-
-def _length(length: int | None) -> str:
-    return "all" if length is None else str(length)
-
-
 def _rounded(name: str, interval: str, found: Estimate) -> dict[str, Any]:
     return {name: round(found.mean, 4), interval: [round(found.low, 4), round(found.high, 4)]}
 
 
-def _average(row: dict[str, Any], baseline: str) -> str:
+def _average(row: dict[str, Any] | None, baseline: str) -> str:
+    if row is None:
+        return ""
     low, high = row["interval"]
     text = f"{100 * row['mean']:.1f} ({100 * low:.0f}-{100 * high:.0f})"
     if row["mode"] == baseline or "minus" not in row:

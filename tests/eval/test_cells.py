@@ -112,3 +112,16 @@ def test_tables() -> None:
     assert lines[5].startswith("| `sparse` | 50.0 (")
     assert "| mode | a | b |" in lines
     assert "| `sparse` | 50 (15-85) | 50 (15-85) |" in lines
+
+
+def test_a_mode_without_all_cells_has_no_average_there() -> None:
+    """An average over fewer lengths or tasks would stand beside those of other modes as if it were one of them."""
+    jobs = [job(task, length) for length in (10, 20) for task in ("a", "b")]
+    cells = found(record(None), jobs, {"dense": Known(4, 9.0), "sparse": Known(2, 5.0)})
+    cells = [cell for cell in cells if (cell.mode, cell.length, cell.task) != ("dense", 20, "b")]
+    assert [(row["length"], row["mode"]) for row in averages(cells, "sparse")] == [
+        (10, "dense"), (10, "sparse"), (20, "sparse"), (None, "sparse")
+    ]  # fmt: skip
+    lines = markdown(cells, "sparse").splitlines()
+    assert lines[4].endswith(" |  |  | 9 |")
+    assert "| `dense` | 100 (51-100) |  |" in lines[-4:]
