@@ -207,7 +207,12 @@ def test_sparda_and_synchronous_sparse_on_one_time_scale(tmp_path: Path, monkeyp
 def test_kinds_of_kernels() -> None:
     names = {
         Kind.ATTENTION: ["slot_attention_parts", "slot_attention_combine_mosaic_gpu_kernel"],
-        Kind.PRODUCT: ["gemm_fusion_dot_general_49", "nvjet_hsh_128x64", "void cutlass::Kernel2<x>"],
+        Kind.PRODUCT: [
+            "mosaic_gpu_between_attentions",
+            "gemm_fusion_dot_general_49",
+            "nvjet_hsh_128x64",
+            "void cutlass::Kernel2<x>",
+        ],
         Kind.SELECTION: ["kernel", "kernel__2", "forecast_scores", "infllm_scores__1", "top_blocks"],
         Kind.PLAN: ["plan_residency__1"],
         Kind.APPEND: ["append_token", "finish_window", "write_token"],

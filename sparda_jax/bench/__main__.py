@@ -10,6 +10,7 @@ from sparda_jax.bench.kernels import kernels
 from sparda_jax.bench.map import map_
 from sparda_jax.bench.overlap import overlap
 from sparda_jax.bench.plot import plot
+from sparda_jax.bench.predict import predict
 from sparda_jax.bench.prefill import prefill
 from sparda_jax.bench.step import step
 
@@ -28,6 +29,7 @@ app.command()(prefill)
 app.command()(overlap)
 app.command("host-dtype")(host_dtype)
 app.command()(plot)
+app.command()(predict)
 app.command()(step)
 
 

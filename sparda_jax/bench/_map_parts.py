@@ -10,6 +10,8 @@ from sparda_jax.bench._step_parts import pauses, spans, typical
 from sparda_jax.bench._step_profile import Event, Kind
 
 _COMPUTES = (Kind.PRODUCT, Kind.ATTENTION, Kind.SELECTION, Kind.PLAN, Kind.APPEND, Kind.SMALL)
+LINK = "link"
+"""What limits a step that waits for copies."""
 _FULL_LINK = 0.9
 """A link that copies for so much of the time is what limits a step, though kernels hide the copies."""
 
@@ -46,12 +48,12 @@ class StepTime:
     def limit(self) -> str:
         """What takes most of the step: weights, records and keys, launches (of small kernels), or the link."""
         if self.copying >= _FULL_LINK * self.whole:
-            return "link"
+            return LINK
         shares = {
             "weights": self.products,
             "records and keys": self.attention + self.selection,
             "launches": self.others + self.idle,
-            "link": self.waiting,
+            LINK: self.waiting,
         }
         return max(shares, key=lambda name: shares[name])
 

@@ -33,11 +33,11 @@ class Kind(enum.StrEnum):
 # step these were the selection's.
 _KINDS = {
     Kind.FETCH: r"copy_records|memcpyh2d",
-    Kind.ATTENTION: r"attention",
+    Kind.ATTENTION: r"attention(?!s)",
     Kind.APPEND: r"append_token|finish_window|write_token",
     Kind.PLAN: r"plan_residency",
     Kind.SELECTION: r"forecast_scores|infllm_|top_blocks|sort|^kernel(__\d+)?$",
-    Kind.PRODUCT: r"gemm|nvjet|cublas|cutlass",
+    Kind.PRODUCT: r"between_attentions|gemm|nvjet|cublas|cutlass",
 }
 
 

@@ -20,7 +20,7 @@ def plot(
 ) -> None:
     """Draw results: a bar for each row, or for `map` lines; marks for floors, the published code, the target."""
     check_picture(picture)
-    records = [_read(file) for file in results]
+    records = [read_results(file) for file in results]
     rows = [row for record in records for row in record["rows"] if row["value"] is not None]
     if not rows:
         raise typer.BadParameter(f"{', '.join(map(str, results))}: there is no measured row.")
@@ -37,7 +37,12 @@ def plot(
     typer.echo(f"{picture}: {len(rows)} rows")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_results(file: Path) -> dict[str, Any]:
+    """A file that a benchmark wrote.
+
+    Raises:
+        typer.BadParameter: it is none, or can't be read.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         _ = [row["value"] for row in record["rows"]]
