@@ -19,8 +19,8 @@ from jaxtyping import UInt32
 from sparda_jax.cache.parking import Parked
 from sparda_jax.cache.prefix import KeyChain, PrefixBlocks
 from sparda_jax.generate import Runner
-from sparda_jax.generate import Sequence as Prefill
 from sparda_jax.generation_stats import GenerationStats, PhaseStats
+from sparda_jax.in_flight import Sequence as Prefill
 from sparda_jax.lanes import DecodeLanes
 from sparda_jax.logprobs import Logprobs, Scores
 from sparda_jax.programs import WriteAhead

@@ -14,8 +14,9 @@ from numpy.typing import DTypeLike
 from sparda_jax.assets import BUNDLED_MODEL, CALIBRATION_TEXT
 from sparda_jax.checkpoint import load_model
 from sparda_jax.config import ModelConfig
-from sparda_jax.generate import Lanes, Runner
+from sparda_jax.generate import Runner
 from sparda_jax.generation_stats import GenerationStats
+from sparda_jax.in_flight import Lanes
 from sparda_jax.logprobs import Logprobs
 from sparda_jax.model import Decoder
 from sparda_jax.sampling import SamplingParams

@@ -10,7 +10,8 @@ from sparda_jax.assets import CALIBRATION_TEXT
 from sparda_jax.config import ConfigError
 from sparda_jax.decode_plan import Backends
 from sparda_jax.eval.prompting import Prompt
-from sparda_jax.generate import Lanes, Runner
+from sparda_jax.generate import Runner
+from sparda_jax.in_flight import Lanes
 from sparda_jax.model import Decoder
 from sparda_jax.prefill import by_bits
 from sparda_jax.sampling import SamplingParams

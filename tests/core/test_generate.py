@@ -9,8 +9,10 @@ import pytest
 
 import sparda_jax.generate as generate
 from sparda_jax.config import ConfigError
-from sparda_jax.generate import Lanes, Runner
+from sparda_jax.generate import Runner
 from sparda_jax.generation_stats import GenerationStats, PhaseStats
+from sparda_jax.in_flight import Lanes
+from sparda_jax.logprobs import Logprobs
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from tests import oracle
@@ -148,7 +150,7 @@ def test_chunks_of_any_size_are_scored_in_pieces(size: int):
     stream = rng.standard_normal((2, size, config.hidden_size)).astype(np.float32)
     targets = rng.integers(0, config.vocab_size, size - 7).astype(np.int32)
     pieces = run.score(jnp.asarray(stream), 1, targets)
-    found = generate.Logprobs.concatenate([piece.to_host().rows(rows, 1) for piece, rows in pieces], 1)
+    found = Logprobs.concatenate([piece.to_host().rows(rows, 1) for piece, rows in pieces], 1)
     exact = oracle_logprobs(np.asarray(run.model.logits(jnp.asarray(stream[1])), np.float64))[: len(targets)]
     np.testing.assert_array_equal(found.ids[:, 0], targets)
     np.testing.assert_allclose(found.values[:, 0], exact[np.arange(len(targets)), targets], rtol=1e-4, atol=1e-4)
