@@ -14,20 +14,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int, UInt32
 
-from sparda_jax.adjusting import all_allowed, count
+from sparda_jax.adjusting import all_allowed
 from sparda_jax.cache.admission import PartialBasis, admit, write_pages
 from sparda_jax.cache.blocks import BlockAllocator
 from sparda_jax.cache.kv import KVCache
 from sparda_jax.cache.parking import Parked, put_input, put_seen, seat, take_input, take_seen
 from sparda_jax.cache.pool import HostPool, Pools, finished
 from sparda_jax.cache.state import CacheShape, DecodeState, empty_state
-from sparda_jax.decode import Choose, decode_step
 from sparda_jax.decode_plan import DecodePlan
 from sparda_jax.forward import Skew
 from sparda_jax.lane_checks import check_input, check_lanes, check_sequence, check_sharing
-from sparda_jax.logprobs import Scores, score_if
+from sparda_jax.lane_step import state_first, step_and_sample
+from sparda_jax.logprobs import Scores
 from sparda_jax.model import Decoder
-from sparda_jax.sampling import SamplingParams, SamplingState, sample
+from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.telemetry import Counts, DecodeStats, HostClock
 
 
@@ -482,44 +482,3 @@ def _count_finished(
 def _copied[Part: (Counts, Array)](part: Part) -> Part:
     """A part of the state: the next step takes the place of the original."""
     return jax.tree.map(jnp.copy, part)
-
-
-def step_and_sample(
-    graphdef: nnx.GraphDef,
-    plan: DecodePlan,
-    weights: nnx.State,
-    state: DecodeState,
-    pools: Pools,
-    tokens: Int[Array, "batch"],
-    new_blocks: Int[Array, "batch"],
-    sampling: SamplingState,
-    choose: Choose | None = None,
-) -> tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"], Scores]:
-    """One step of all lanes as one program.
-
-    Returns the new tokens, the cache, the records that each layer copied, and the new tokens' log probabilities.
-    The arguments are those of `decode_step` and `sample`; the model comes in two parts, as `nnx.split` gives them.
-    """
-    model = nnx.merge(graphdef, weights)
-    x, state, copies = decode_step(model, state, pools, tokens, new_blocks, plan, choose)
-    logits = model.logits(x)
-    following = sample(logits, sampling, state.lengths, state.seen, state.allowed)
-    logprobs = score_if(sampling.logprobs, logits, following)
-    state = dataclasses.replace(state, seen=count(state.seen, following))
-    return jnp.where(state.live, following, tokens), state, copies, logprobs
-
-
-def state_first(
-    step: Callable[..., tuple[Int[Array, "batch"], DecodeState, Int[Array, "layers batch kv_heads"], Scores]],
-) -> Callable[..., tuple[DecodeState, Int[Array, "batch"], Int[Array, "layers batch kv_heads"], Scores]]:
-    """`step_and_sample` with the state as its first result, for a program that it is donated to.
-
-    A donated array becomes the first result of its shape. Behind the tokens, each of the state's numbers per lane would
-    get the place of the one before it, and XLA would copy them all: two copies a layer.
-    """
-
-    def reordered(*args):
-        tokens, state, copies, logprobs = step(*args)
-        return state, tokens, copies, logprobs
-
-    return reordered

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from sparda_jax.bench._decode_cases import PROFILED_STEPS, SAMPLES, WARMUP, Case, check_misses, lists_with
 from sparda_jax.cache.state import CacheShape, DecodeState, LayerState, empty_state
 from sparda_jax.config import ModelConfig
-from sparda_jax.lanes import state_first, step_and_sample
+from sparda_jax.lane_step import state_first, step_and_sample
 from sparda_jax.model import Decoder
 from sparda_jax.pallas_kernels.record_copy import device_as_host
 from sparda_jax.profiling import profile_options

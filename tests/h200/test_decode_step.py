@@ -12,7 +12,7 @@ from sparda_jax.cache.host_dtype import KvHostDtype, host_record
 from sparda_jax.cache.state import CacheShape, empty_state
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.decode_plan import GPU_OPTIONS, DecodePlan, Fetch
-from sparda_jax.lanes import state_first, step_and_sample
+from sparda_jax.lane_step import state_first, step_and_sample
 from sparda_jax.model import abstract_decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode

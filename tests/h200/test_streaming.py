@@ -12,7 +12,7 @@ from flax import nnx
 
 from sparda_jax.cache.state import empty_state
 from sparda_jax.decode_plan import DecodePlan, Fetch
-from sparda_jax.lanes import state_first, step_and_sample
+from sparda_jax.lane_step import state_first, step_and_sample
 from sparda_jax.model import abstract_decoder
 from sparda_jax.sampling import SamplingParams, SamplingState
 from sparda_jax.selection import Mode

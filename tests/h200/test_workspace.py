@@ -14,7 +14,7 @@ from sparda_jax.cache.state import empty_state
 from sparda_jax.decode_plan import Fetch
 from sparda_jax.forward import forward
 from sparda_jax.generate import MAX_CHUNK_BYTES, PREFILL_CHUNKS
-from sparda_jax.lanes import step_and_sample
+from sparda_jax.lane_step import step_and_sample
 from sparda_jax.logprobs import SCORED_TOKENS
 from sparda_jax.model import abstract_decoder
 from sparda_jax.programs import score_rows
