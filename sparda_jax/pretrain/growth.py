@@ -43,10 +43,11 @@ def grow(model: Decoder, config: ModelConfig) -> Decoder:
         config: from `deeper`.
     """
     before, added = model.config.num_layers, config.num_layers - model.config.num_layers
-    old = dict(nnx.to_flat_state(nnx.state(model)))
+    old: dict[tuple[Any, ...], Any] = dict(nnx.to_flat_state(nnx.state(model)))
     graphdef, state = nnx.split(Decoder(config, has_forecast=model.has_forecast, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     grown: dict[tuple[Any, ...], Any] = {}
-    for path, leaf in nnx.to_flat_state(state):
+    flat: list[tuple[tuple[Any, ...], Any]] = list(nnx.to_flat_state(state))
+    for path, leaf in flat:
         if path[0] != "layers" or int(path[1]) < before:
             grown[path] = leaf.replace(jnp.copy(old[path][...]))
             continue

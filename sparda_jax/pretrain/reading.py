@@ -4,7 +4,7 @@ RULER's frame of `qa`, but none of the sentences or questions of `sparda_jax.eva
 whether reading carries over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,8 +122,8 @@ class Reading:
     def _value(self, rng: np.random.Generator, kind: str, taken: set[str]) -> str:
         words = self._words
 
-        def pick(items: tuple[str, ...] | list[str]) -> str:
-            return items[rng.integers(len(items))]
+        def pick(items: Sequence[str]) -> str:
+            return items[int(rng.integers(len(items)))]
 
         makers: dict[str, Callable[[], str]] = {
             "human": lambda: f"{pick(words.first_names)} {chr(65 + rng.integers(26))}. {pick(words.surnames)}",

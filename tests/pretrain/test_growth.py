@@ -48,8 +48,8 @@ def test_new_layers_are_the_last_ones_over_again(pair: tuple[Decoder, Decoder]) 
     model, grown = pair
     heads = (model.config.num_heads + 2 * model.config.num_kv_heads) * model.config.head_dim
     for old, new in ((0, 2), (1, 3)):
-        kernels = [m.layers[i].self_attn.qkvf_proj.kernel[:, :heads] for m, i in ((model, old), (grown, new))]
-        np.testing.assert_array_equal(*kernels)
+        was, now = (m.layers[i].self_attn.qkvf_proj.kernel[:, :heads] for m, i in ((model, old), (grown, new)))
+        np.testing.assert_array_equal(was, now)
         assert not grown.layers[new].self_attn.o_proj.kernel[...].any()
         assert not grown.layers[new].mlp.down_proj.kernel[...].any()
 

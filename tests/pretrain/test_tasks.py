@@ -41,7 +41,7 @@ def test_assembled_ids_are_those_of_the_text(tasks: RecallTasks) -> None:
 
 def test_every_kind_and_filler_fits_and_is_exact(tasks: RecallTasks) -> None:
     rng = np.random.default_rng(2)
-    for kind in set(KINDS) - {"chains"}:  # whose answers may begin behind a space of its own
+    for kind in (k for k in KINDS if k != "chains"):  # whose answers may begin behind a space of its own
         for filler in (*FILLERS, ALL_NEEDLES):
             for style in ("chat", "plain"):
                 spec = replace(

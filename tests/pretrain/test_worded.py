@@ -35,7 +35,7 @@ def test_chains_lead_to_the_variables_asked_for(worded: WordedTasks, length: int
         value_of: dict[str, str] = {}
         for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text):
             assert name not in value_of
-            value_of[name] = value_of.get(source, source)
+            value_of[name] = value_of.get(str(source), str(source))
         for exchange in exchanges:
             value = exchange.question.split()[-5]
             assert list(exchange.values) == [name for name, found in value_of.items() if found == value]
