@@ -26,11 +26,13 @@ def deeper(description: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """``config.json`` with so many layers, each scaled as before: ``scale_depth / sqrt(num_hidden_layers)`` stays.
 
     Raises:
-        ConfigError: that is not more than there are, or more than twice as many.
+        ConfigError: that is not more than there are, or more than twice as many; or the model has other scales.
     """
     before = int(description["num_hidden_layers"])
     if not before < num_layers <= 2 * before:
         raise ConfigError(f"num_layers={num_layers} can't be grown from {before}: give {before + 1} to {2 * before}")
+    if "scale_depth" not in description:
+        raise ConfigError("scale_depth=None: only models of MiniCPM's scales can be grown")
     scale = float(description["scale_depth"]) * math.sqrt(num_layers / before)
     return {**description, "num_hidden_layers": num_layers, "scale_depth": scale}
 
