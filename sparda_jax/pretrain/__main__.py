@@ -9,29 +9,30 @@
 6. ``python -m sparda_jax.pretrain foresee OUT FORESEEN --forecast FILE`` trains the model and its Forecast together, so
    that a layer's input tells what the next layer looks for (4 minutes); then the Forecast is trained once more
    (scripts/train_forecast.sh runs all from 5 on);
-7. ``python -m sparda_jax.pretrain evaluate FORESEEN`` measures recall on held-out prompts.
+7. ``python -m sparda_jax.pretrain grow FORESEEN GROWN`` adds layers that change nothing yet;
+8. ``python -m sparda_jax.pretrain lengthen GROWN LONG --seconds N`` and ``lengthen LONG/model OUT --settle ...`` train
+   them at up to 16K tokens, in pieces: the same command goes on;
+9. ``python -m sparda_jax.pretrain evaluate OUT/model`` measures recall on held-out prompts.
 """
 
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 import typer
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
-from sparda_jax.checkpoint import CheckpointError, load_model, save_hf
+from sparda_jax.checkpoint import CheckpointError
 from sparda_jax.checkpoint.atomic import atomic_file
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.model import Decoder
-from sparda_jax.pretrain.batches import Batch, BatchPool, LossWeights, StreamConfig
+from sparda_jax.pretrain._lengthen_commands import grow, lengthen, speed
+from sparda_jax.pretrain.batches import BatchPool
 from sparda_jax.pretrain.evaluate import EVAL_NEW_TOKENS, RecallResult, evaluate_recall, load_modes
 from sparda_jax.pretrain.forecast_texts import DocumentConfig, write_texts
 from sparda_jax.pretrain.recipe import (
@@ -40,9 +41,18 @@ from sparda_jax.pretrain.recipe import (
     PRETRAINING,
     REFINEMENT,
     SETTLING,
-    Phase,
     Recipe,
     hf_config,
+)
+from sparda_jax.pretrain.running import (
+    batches_by,
+    console,
+    failure,
+    load_start,
+    reporter,
+    scaled_recipe,
+    training_dtype,
+    write_model,
 )
 from sparda_jax.pretrain.tasks import EVAL_KINDS, eval_prompts, load_eval_tasks
 from sparda_jax.pretrain.trainer import train as run_training
@@ -50,7 +60,6 @@ from sparda_jax.selection import Mode
 from sparda_jax.tokenizer import Tokenizer
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help=__doc__)
-console = Console(soft_wrap=True)
 
 DataOption = Annotated[Path, typer.Option(help="Folder that sparda_jax.pretrain.prepare wrote.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Processes that make batches.")]
@@ -69,7 +78,7 @@ def train(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """First stage: train from random weights."""
-    recipe = _recipe(PRETRAINING, seed, batch_tokens, scale)
+    recipe = scaled_recipe(PRETRAINING, batch_tokens, scale, seed=seed)
     description, generation = _description(data)
     config = ModelConfig.from_hf(description, generation)
     model = Decoder(config, has_forecast=False, dtype=jnp.float32, rngs=nnx.Rngs(seed))
@@ -87,9 +96,9 @@ def adapt(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Second stage: mostly sparse attention, with the loss that teaches selection."""
-    recipe = _recipe(ADAPTATION, seed, batch_tokens, scale)
+    recipe = scaled_recipe(ADAPTATION, batch_tokens, scale, seed=seed)
     described = _description(data)
-    _run(_load(start), recipe, *described, data, out, workers)
+    _run(load_start(start), recipe, *described, data, out, workers)
 
 
 @app.command()
@@ -103,9 +112,9 @@ def refine(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Third stage: words and numbers that can only be copied token by token, dense and sparse."""
-    recipe = _recipe(REFINEMENT, seed, batch_tokens, scale)
+    recipe = scaled_recipe(REFINEMENT, batch_tokens, scale, seed=seed)
     described = _description(data)
-    _run(_load(start), recipe, *described, data, out, workers)
+    _run(load_start(start), recipe, *described, data, out, workers)
 
 
 @app.command()
@@ -125,38 +134,16 @@ def foresee(
     batch_tokens: BatchOption = Recipe.batch_tokens,
 ) -> None:
     """Fourth stage: the model and its Forecast together, half of the steps routed by the Forecast."""
-    recipe = _recipe(SETTLING if settle else FORESIGHT, seed, batch_tokens, scale)
+    recipe = scaled_recipe(SETTLING if settle else FORESIGHT, batch_tokens, scale, seed=seed)
     described = _description(data)
-    _run(_load(start, forecast=forecast, require_forecast=True), recipe, *described, data, out, workers)
-
-
-def _recipe(recipe: Recipe, seed: int, batch_tokens: int, scale: float) -> Recipe:
-    """As the options say."""
-    longest = max(phase.seq_len for phase in recipe.phases)
-    if batch_tokens < longest:
-        raise typer.BadParameter(f"--batch-tokens {batch_tokens}: it must be at least {longest}, the longest sequence.")
-    return dataclasses.replace(recipe, seed=seed, batch_tokens=batch_tokens).scaled(scale)
-
-
-def _load(start: Path, **options: Any) -> Decoder:
-    """The weights to begin with; what is wrong with them ends the command."""
-    try:
-        return load_model(start, dtype=jnp.float32, **options)
-    except (CheckpointError, ConfigError) as error:
-        raise _failure(error) from error
-
-
-def _failure(why: object) -> typer.Exit:
-    """Says why the command can't go on; to be raised."""
-    typer.echo(f"error: {why}", err=True)
-    return typer.Exit(1)
+    _run(load_start(start, forecast=forecast, require_forecast=True), recipe, *described, data, out, workers)
 
 
 def _description(data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """``config.json`` and ``generation_config.json`` of the model for this tokenizer."""
     file = data / "tokenizer" / "generation_config.json"
     if not file.is_file():
-        raise _failure(
+        raise failure(
             f"--data {data} holds no tokenizer/{file.name}: give the folder that "
             "`python -m sparda_jax.pretrain.prepare` wrote"
         )
@@ -176,50 +163,14 @@ def _run(
 ) -> None:
     started = time.perf_counter()
     log: list[dict[str, Any]] = []
-
-    def report(values: dict[str, Any]) -> None:
-        log.append(values)
-        numbers = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-        console.print(f"{time.perf_counter() - started:6.0f} s {numbers}")
-
     with BatchPool(data, num_workers=workers) as pool:
-
-        def batches_of(phase: Phase, start: int, steps: int) -> Iterator[Batch]:
-            stream = StreamConfig(
-                seq_len=phase.seq_len,
-                batch_size=recipe.batch_tokens // phase.seq_len,
-                seed=recipe.seed,
-                text_fraction=recipe.text_fraction,
-                long_fraction=recipe.long_fraction,
-                weights=LossWeights(answer=recipe.answer_weight),
-                spelling=recipe.spelling,
-            )
-            return pool.batches(stream, start, start + steps)
-
-        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        model, _ = run_training(model, recipe, batches_of, dtype=dtype, report=report)
-    tokenizer = data / "tokenizer"
-    save_hf(
-        _in_bfloat16(model),
-        tokenizer,
-        out,
-        description,
-        generation_config=generation,
-        forecast_metadata={
-            "sparse_config": dataclasses.asdict(model.config.sparse),
-            "base_model_path": out.absolute().name,
-            "step": recipe.total_steps,
-        },
-        overwrite=True,
-    )
+        model, _ = run_training(
+            model, recipe, batches_by(pool, recipe), dtype=training_dtype(), report=reporter(log.append)
+        )
+    write_model(model, data / "tokenizer", out, description, generation, recipe.total_steps)
     record = {"recipe": dataclasses.asdict(recipe), "seconds": time.perf_counter() - started, "log": log}
     (out / "training_log.json").write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"wrote {out}")
-
-
-def _in_bfloat16(model: Decoder) -> Decoder:
-    graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 
 
 @app.command()
@@ -241,7 +192,7 @@ def forecast_texts(
             write_texts(data, file, split, count, config, num_workers=workers, overwrite=overwrite)
             console.print(f"{file}: {count} documents, {file.stat().st_size / 1e6:.1f} MB")
     except (CheckpointError, OSError, ValueError) as error:
-        raise _failure(error) from error
+        raise failure(error) from error
 
 
 @app.command()
@@ -269,7 +220,7 @@ def evaluate(
     try:
         runners = load_modes(model, chosen, max(sizes) + EVAL_NEW_TOKENS, forecast=forecast)
     except (CheckpointError, ConfigError) as error:
-        raise _failure(error) from error
+        raise failure(error) from error
     for runner in runners:
         for (kind, length), questions in asked.items():
             started = time.perf_counter()
@@ -297,6 +248,10 @@ def _row(result: RecallResult) -> str:
     found, read = f"{100 * result.values_found:.0f}%", f"{100 * result.read_fraction:.0f}%"
     return f"{result.kind} {result.length} {result.mode} {100 * result.recall:.1f}% {low}-{high}% {found} {read}"
 
+
+app.command()(grow)
+app.command()(speed)
+app.command()(lengthen)
 
 if __name__ == "__main__":
     app()

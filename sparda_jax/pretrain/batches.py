@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8, UInt16
 from tokenizers import Tokenizer
 
+from sparda_jax.pretrain.contents import TaskMix
 from sparda_jax.pretrain.facts import Spelling
 from sparda_jax.pretrain.haystack import TokenCorpus
 from sparda_jax.pretrain.tasks import PAD_KIND, SHORTEST_DOCUMENT, TEXT_KIND, RecallTasks
@@ -65,6 +66,7 @@ class StreamConfig:
         long_fraction: share of the recall rows that one long document fills; the others hold several short ones.
         weights: loss weights.
         spelling: how hard keys and values are to copy.
+        mix: which recall documents are drawn how often.
     """
 
     seq_len: int
@@ -75,6 +77,7 @@ class StreamConfig:
     long_fraction: float = 0.5
     weights: LossWeights = field(default_factory=LossWeights)
     spelling: Spelling = field(default_factory=Spelling)
+    mix: TaskMix = field(default_factory=TaskMix)
 
     def __post_init__(self) -> None:
         if self.seq_len < 2 * SHORTEST_DOCUMENT:
@@ -107,7 +110,7 @@ class TrainingStream:
     def __init__(self, tokenizer: Tokenizer, tokens: UInt16[np.ndarray, " tokens"]) -> None:
         self.corpus = TokenCorpus(tokens, tokenizer)
         self._tokenizer = tokenizer
-        self._tasks: dict[Spelling, RecallTasks] = {}
+        self._tasks: dict[tuple[Spelling, TaskMix], RecallTasks] = {}
         self._document_starts = np.flatnonzero(tokens == BOS_ID)
 
     @classmethod
@@ -116,11 +119,11 @@ class TrainingStream:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
         return cls(tokenizer, TokenCorpus.map_tokens(folder / "train.npy"))
 
-    def tasks(self, spelling: Spelling) -> RecallTasks:
-        """The recall documents of a spelling, made once."""
-        if spelling not in self._tasks:
-            self._tasks[spelling] = RecallTasks(self._tokenizer, self.corpus, spelling=spelling)
-        return self._tasks[spelling]
+    def tasks(self, spelling: Spelling, mix: TaskMix) -> RecallTasks:
+        """The recall documents of a spelling and a mix, made once."""
+        if (spelling, mix) not in self._tasks:
+            self._tasks[spelling, mix] = RecallTasks(self._tokenizer, self.corpus, spelling=spelling, mix=mix)
+        return self._tasks[spelling, mix]
 
     def batch(self, config: StreamConfig, step: int) -> Batch:
         """Batch number `step`."""
@@ -138,7 +141,9 @@ class TrainingStream:
                 self._put_text(tokens[row], kinds[row], start)
             else:
                 one_long = rng.random() < config.long_fraction
-                self._put_recall(rng, self.tasks(config.spelling), tokens[row], kinds[row], one_long=one_long)
+                self._put_recall(
+                    rng, self.tasks(config.spelling, config.mix), tokens[row], kinds[row], one_long=one_long
+                )
         return tokens, kinds
 
     def _put_text(self, tokens: UInt16[np.ndarray, " n"], kinds: UInt8[np.ndarray, " n"], start: int) -> None:

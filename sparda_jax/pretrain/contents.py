@@ -6,6 +6,7 @@ the Middle".
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,14 +14,16 @@ import numpy as np
 from sparda_jax.pretrain.facts import Exchange, Fact, FactSampler, Spelling, answer_pieces, ask_all, ask_one
 from sparda_jax.pretrain.haystack import FILLERS
 from sparda_jax.pretrain.task_words import WordLists
+from sparda_jax.pretrain.worded import WORDED_KINDS, WordedTasks
 from sparda_jax.pretrain.wordings import READ_ALL, RULER, WORDINGS, Wording
 
-KINDS = ("single", "multikey", "multivalue", "multiquery", "keyvalue", "tracking", "copy")
+PLACED_KINDS = ("single", "multikey", "multivalue", "multiquery", "keyvalue", "tracking", "copy")
+KINDS = (*PLACED_KINDS, *WORDED_KINDS)
 STYLES = ("chat", "plain")
 ALL_NEEDLES = "needles"
 """The filler that is none: distractors fill the document."""
 
-_KIND_SHARES = (0.18, 0.32, 0.12, 0.06, 0.18, 0.08, 0.06)
+_SHORTEST_WORDED = 512
 _FILLER_SHARES = (0.5, 0.2, 0.3)
 _ANSWERS_SHARE = 0.5
 _MOST_QUESTIONS = 48
@@ -32,6 +35,29 @@ _LONGEST_COPY = 1024
 _JSON_PREAMBLE = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
 _LINES_PREAMBLE = "Here is a list of keys and values."
 _TRACKING_PREAMBLE = "Memorize and track the chain(s) of variable assignment hidden in the following text."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMix:
+    """Which documents are drawn how often.
+
+    Attributes:
+        kinds: (kind, share), the shares adding up to 1.
+        ruler: share of the documents of a placed kind that keep to RULER's wording.
+    """
+
+    kinds: tuple[tuple[str, float], ...] = tuple(
+        zip(PLACED_KINDS, (0.18, 0.32, 0.12, 0.06, 0.18, 0.08, 0.06), strict=True)
+    )
+    ruler: float = 0.35
+
+    def __post_init__(self) -> None:
+        if unknown := [kind for kind, _ in self.kinds if kind not in KINDS]:
+            raise ValueError(f"kinds: {unknown} given, must be among {KINDS}")
+        if abs(sum(share for _, share in self.kinds) - 1) > 1e-9:
+            raise ValueError(f"kinds: shares {self.kinds} given, they must add up to 1")
+        if not 0.0 <= self.ruler <= 1.0:
+            raise ValueError(f"ruler: {self.ruler} given, must lie between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +127,13 @@ class Content:
     lines: bool = False
 
 
-def sample_spec(rng: np.random.Generator, length: int) -> TaskSpec:
+def sample_spec(rng: np.random.Generator, length: int, mix: TaskMix) -> TaskSpec:
     """Draws what a training document of at most `length` tokens is."""
-    kind = KINDS[rng.choice(len(KINDS), p=_KIND_SHARES)]
+    kind = mix.kinds[rng.choice(len(mix.kinds), p=[share for _, share in mix.kinds])][0]
+    if kind in WORDED_KINDS:
+        # Mostly short ones: they ask little, however long they are.
+        shortest = min(_SHORTEST_WORDED, length)
+        return TaskSpec(kind=kind, length=int(np.exp(rng.uniform(np.log(shortest), np.log(length)))))
     if kind == "copy" and length > _LONGEST_COPY:
         kind = "multikey"
     most_questions = int(max(1, min(_MOST_QUESTIONS, _ANSWERS_SHARE * length / _EXCHANGE_TOKENS)))
@@ -114,7 +144,7 @@ def sample_spec(rng: np.random.Generator, length: int) -> TaskSpec:
         filler=FILLERS[rng.choice(len(FILLERS), p=_FILLER_SHARES)],
         style="plain" if rng.random() < 0.15 else "chat",
         num_questions=int(rng.integers((most_questions + 1) // 2, most_questions + 1)),
-        ruler=bool(rng.random() < 0.35),
+        ruler=bool(rng.random() < mix.ruler),
         question_first=bool(rng.random() < 0.12),
     )
     num_facts = int(np.exp(rng.uniform(np.log(2), np.log(most_facts + 1))))
@@ -143,10 +173,12 @@ class ContentSampler:
     Args:
         words: word lists of the split.
         spelling: how hard keys and values are to copy.
+        tokens_of: length of a text in tokens.
     """
 
-    def __init__(self, words: WordLists, spelling: Spelling) -> None:
+    def __init__(self, words: WordLists, spelling: Spelling, tokens_of: Callable[[str], int]) -> None:
         self._facts = FactSampler(words, spelling)
+        self._worded = WordedTasks(words, self._facts, tokens_of)
 
     def draw(self, rng: np.random.Generator, spec: TaskSpec, taken: set[str]) -> Content:
         """The content that a spec describes; keys and values not in `taken`, which is extended."""
@@ -156,6 +188,10 @@ class ContentSampler:
             return self._tracking(rng, spec, taken)
         if spec.kind == "copy":
             return self._copy(rng, spec)
+        if spec.kind in WORDED_KINDS:
+            exchanges = self._worded.draw(rng, spec.kind, spec.length)
+            questions = tuple(Question(exchange=exchange, groups=()) for exchange in exchanges)
+            return Content(preamble="", groups=(), questions=questions)
         return self._needles(rng, spec, taken)
 
     def _needles(self, rng: np.random.Generator, spec: TaskSpec, taken: set[str]) -> Content:

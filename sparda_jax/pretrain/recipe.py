@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from sparda_jax.pretrain.batches import LossWeights
+from sparda_jax.pretrain.contents import TaskMix
 from sparda_jax.pretrain.facts import Spelling
 from sparda_jax.selection import Mode
 
@@ -78,6 +79,7 @@ class Recipe:
         long_fraction: share of the recall rows that one document fills.
         answer_weight: loss weight of an answer's words around its values, the echoed key among them.
         spelling: how hard keys and values are to copy.
+        mix: which recall documents are drawn how often.
     """
 
     phases: tuple[Phase, ...]
@@ -94,6 +96,7 @@ class Recipe:
     long_fraction: float = 0.6
     answer_weight: float = LossWeights.answer
     spelling: Spelling = dataclasses.field(default_factory=Spelling)
+    mix: TaskMix = dataclasses.field(default_factory=TaskMix)
     seed: int = 0
 
     def steps(self, phase: Phase) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from tokenizers import Tokenizer
 
-from sparda_jax.pretrain.contents import ALL_NEEDLES, Content, ContentSampler, TaskSpec, sample_spec
+from sparda_jax.pretrain.contents import ALL_NEEDLES, Content, ContentSampler, TaskMix, TaskSpec, sample_spec
 from sparda_jax.pretrain.facts import Exchange, Spelling
 from sparda_jax.pretrain.haystack import FILLERS, FillerSampler, Haystack, TokenCorpus
 from sparda_jax.pretrain.task_words import word_lists
@@ -161,14 +161,23 @@ class RecallTasks:
         corpus: tokenized prose for filler; the held-out one for evaluation.
         split: `train` or `eval`: which words keys, values and shuffled filler are made of.
         spelling: how hard keys and values are to copy.
+        mix: which documents `document` draws how often.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, corpus: TokenCorpus, *, split: str = "train", spelling: Spelling | None = None
+        self,
+        tokenizer: Tokenizer,
+        corpus: TokenCorpus,
+        *,
+        split: str = "train",
+        spelling: Spelling | None = None,
+        mix: TaskMix | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._mix = tokenizer, mix or TaskMix()
         words = word_lists(split)
-        self._contents = ContentSampler(words, spelling or Spelling())
+        self._contents = ContentSampler(
+            words, spelling or Spelling(), lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+        )
         self._filler = FillerSampler(tokenizer, corpus, words, ruler_noise_only=split == "eval")
         self._newline = [corpus.newline]
         self._cache: dict[str, list[int]] = {"": []}
@@ -189,7 +198,7 @@ class RecallTasks:
         taken = set() if taken is None else taken
         while True:
             try:
-                return self.build(rng, sample_spec(rng, length), taken)
+                return self.build(rng, sample_spec(rng, length, self._mix), taken)
             except DoesNotFitError:  # a draw with long keys; the next one is as good
                 continue
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from sparda_jax.pretrain.contents import ALL_NEEDLES, KINDS, TaskSpec, sample_spec
+from sparda_jax.pretrain.contents import ALL_NEEDLES, KINDS, TaskMix, TaskSpec, sample_spec
 from sparda_jax.pretrain.haystack import FILLERS, TokenCorpus
 from sparda_jax.pretrain.task_words import word_lists
 from sparda_jax.pretrain.tasks import (
@@ -41,10 +41,12 @@ def test_assembled_ids_are_those_of_the_text(tasks: RecallTasks) -> None:
 
 def test_every_kind_and_filler_fits_and_is_exact(tasks: RecallTasks) -> None:
     rng = np.random.default_rng(2)
-    for kind in KINDS:
+    for kind in (k for k in KINDS if k != "chains"):  # whose answers may begin behind a space of its own
         for filler in (*FILLERS, ALL_NEEDLES):
             for style in ("chat", "plain"):
-                spec = replace(sample_spec(rng, 1200), kind=kind, filler=filler, style=style, num_facts=5, num_values=3)
+                spec = replace(
+                    sample_spec(rng, 1200, TaskMix()), kind=kind, filler=filler, style=style, num_facts=5, num_values=3
+                )
                 document = tasks.build(rng, spec)
                 text = text_of(tasks, document.ids)
                 assert document.ids.size <= 1200

@@ -120,7 +120,7 @@ def test_the_foresight_loss_changes_the_layer_before(model: Decoder) -> None:
                 batch,
                 jax.random.key(5),
                 mode=Mode.DENSE,
-                routing_weight=0.0,
+                routing_weight=None,
                 foresight_weight=1.0,
                 dtype=jnp.dtype(jnp.float32),
             )[1]
