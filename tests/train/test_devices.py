@@ -1,7 +1,9 @@
 """Four devices, which a CPU can stand for, train as one does, however rows, weights and tokens are shared out."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from sparda_jax.train.checkpoints import Checkpoints
 from sparda_jax.train.config import TrainConfig
 from sparda_jax.train.errors import TrainingError
 from sparda_jax.train.forecast import fresh_weights
-from sparda_jax.train.forward import ForwardPass
+from sparda_jax.train.forward import ForwardPass, LayerSums
 from sparda_jax.train.metrics import Record
 from sparda_jax.train.trainer import Trainer
 from tests.train.support import (
@@ -48,9 +50,34 @@ def train(folder: Path, devices: int, **axes: int) -> list[Record]:
     return records
 
 
+def exchanged() -> list[list[int]]:
+    """Numbers in each array that devices with rows of their own exchange in a layer: to project, learn and advance."""
+    forward = ForwardPass(tiny_model(), make_mesh(4))
+    weights = forward.everywhere(fresh_weights(forward.config, 7))
+    rows = forward.on_devices(make_rows(CONFIG, tiny_model(), random_corpus(LENGTHS)).batch(0))
+    zeros = forward.everywhere((jnp.zeros_like(weights), LayerSums.zeros(len(weights))))
+    x = forward.embed(rows)
+    projected = forward.project(0, x, rows)
+    graphdef, layer = forward._layers[0]
+    inputs = (weights, forward._numbers[0], rows, projected.normed, projected, *zeros)
+    blocks = jax.eval_shape(forward._learn, *inputs)[0]
+    found = []
+    for program, operands in (
+        (forward._project[graphdef], (layer, x, rows)),
+        (forward._learn, inputs),
+        (forward._advance[graphdef], (layer, x, projected, blocks)),
+    ):
+        text = program.lower(*operands).compile().as_text()
+        shapes = re.findall(r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", text)
+        arrays = [dims for shape in shapes for dims in re.findall(r"\w\d+\[([\d,]*)\]", shape)]
+        found.append([math.prod(int(size) for size in dims.split(",") if size) for dims in arrays])
+    return found
+
+
 def train_on_four(folder: Path) -> None:
     """Runs in ``folder``, each with its records in a file."""
     assert jax.device_count() == 4
+    (folder / "exchanged.json").write_text(json.dumps(exchanged()))
     for name, axes in MESHES.items():
         (folder / f"{name}.json").write_text(json.dumps(train(folder / name, 4, **axes)))
 
@@ -63,6 +90,11 @@ def test_four_devices_train_as_one(tmp_path: Path) -> None:
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True)
+    # Devices with rows of their own have nothing to tell each other but one layer's gradient, and sums.
+    projecting, learning, advancing = json.loads((tmp_path / "exchanged.json").read_text())
+    assert projecting == advancing == []
+    assert sorted(learning)[-1] == fresh_weights(tiny_model().config, 7)[0].size
+    assert sum(learning) - max(learning) == len(learning) - 1 < 20
     expected = train(one, 1)
     for mesh in MESHES:
         found = json.loads((tmp_path / f"{mesh}.json").read_text())
