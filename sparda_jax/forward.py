@@ -10,6 +10,7 @@ from sparda_jax.cache import KVCache, LayerCache
 from sparda_jax.cache.chunk_store import OnLayer
 from sparda_jax.config import ModelConfig
 from sparda_jax.decode_plan import Backends
+from sparda_jax.foresight import Foresight
 from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
 from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
@@ -74,6 +75,7 @@ def forward(
     decode: bool,
     max_len: int | None = None,
     skew: Skew | None = None,
+    foresight: Foresight | None = None,
     backends: Backends = _FASTEST,
     choose: Choose | None = None,
     on_layer: OnLayer | None = None,
@@ -91,6 +93,7 @@ def forward(
         decode: one new token per sequence, behind its prompt (InfiniGen and sparda-decode-only care).
         max_len: longest sequence to be served, for the choice of RoPE factors.
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer.
+        foresight: a Forecast in place of the model's own, for experiments; in modes that have one.
         backends: of the kernels that compute chunks of several tokens on a GPU; elsewhere they are plain jnp, and hold
             a score for each pair of a new token and a cached one.
         choose: see `prefill.Choose`; of such chunks only.
@@ -125,14 +128,16 @@ def forward(
     )
     cos, sin = rope_tables(config, positions, max_len)
     x = model.embed(tokens)
-    layers, selected, read, previous = [], [], [], None
+    layers, selected, read, previous, inputs = [], [], [], None, []
     for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
         context = {"layer_index": index, "layer": layer, "previous": previous, "cos": cos, "sin": sin}
         context |= {"positions": positions, "decode": decode, "skew": skew[index] if skew else None}
 
         def attend(projections, context=context, layer_cache=layer_cache):
             nonlocal previous
-            query = QueryContext(current=projections, **context)
+            inputs.append(projections.normed)
+            foreseen = foresight and foresight.queries(len(layers), inputs, cos, sin, config)
+            query = QueryContext(current=projections, foreseen=foreseen, **context)
             out, new_cache, ids, count = _attend(step, query, layer_cache, cache.lengths)
             if on_layer is not None:
                 on_layer(len(layers), new_cache)

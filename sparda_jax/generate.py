@@ -13,6 +13,7 @@ from sparda_jax.cache import KVCache
 from sparda_jax.cache.pool import Pools
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import Backends
+from sparda_jax.foresight import Foresight
 from sparda_jax.forward import Skew
 from sparda_jax.in_flight import Lanes, Sequence
 from sparda_jax.infinigen import calibrate
@@ -47,6 +48,7 @@ class Runner:
         max_model_len: longest sequence, prompt and answer together; None: ``max_position_embeddings``. Also picks the
             RoPE factors, once for all requests.
         calibration: tokens for InfiniGen's basis; needed in that mode only.
+        foresight: a Forecast in place of the model's own, for experiments; decode lanes do without.
 
     Raises:
         ConfigError: the mode needs a Forecast or a calibration text that is not there.
@@ -59,8 +61,9 @@ class Runner:
         mode: Mode = Mode.SPARSE,
         max_model_len: int | None = None,
         calibration: Seq[int] | None = None,
+        foresight: Foresight | None = None,
     ):
-        if mode.needs_forecast and not model.has_forecast:
+        if mode.needs_forecast and not model.has_forecast and foresight is None:
             raise ConfigError(
                 f"mode={mode.value} needs a Forecast, and this checkpoint carries none: add one with "
                 "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
@@ -76,6 +79,7 @@ class Runner:
         self._skew: Skew | None = None
         if mode is Mode.INFINIGEN and calibration:
             self._skew = calibrate(model, calibration, self.max_model_len)
+        self._foresight = foresight
         self._graphdef, self._state = nnx.split(model)
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
@@ -217,7 +221,7 @@ class Runner:
         )
         ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
         if write is None:
-            return advance(*operands, **ways)
+            return advance(*operands, foresight=self._foresight, **ways)
         ids = np.zeros(cache.capacity // self.config.sparse.block_size, np.int32)
         ids[: len(write.blocks)] = write.blocks
         block_ids = jnp.asarray(ids)
