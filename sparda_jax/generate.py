@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt32
 
+from sparda_jax.adaptive import Budget
 from sparda_jax.adjusting import all_allowed, prompt_tokens
 from sparda_jax.cache import KVCache
 from sparda_jax.cache.pool import Pools
@@ -49,6 +50,7 @@ class Runner:
             RoPE factors, once for all requests.
         calibration: tokens for InfiniGen's basis; needed in that mode only.
         foresight: a Forecast in place of the model's own, for experiments; decode lanes do without.
+        budget: see `forward`; as ``foresight``.
 
     Raises:
         ConfigError: the mode needs a Forecast or a calibration text that is not there.
@@ -62,6 +64,7 @@ class Runner:
         max_model_len: int | None = None,
         calibration: Seq[int] | None = None,
         foresight: Foresight | None = None,
+        budget: Budget | None = None,
     ):
         if mode.needs_forecast and not model.has_forecast and foresight is None:
             raise ConfigError(
@@ -79,7 +82,7 @@ class Runner:
         self._skew: Skew | None = None
         if mode is Mode.INFINIGEN and calibration:
             self._skew = calibrate(model, calibration, self.max_model_len)
-        self._foresight = foresight
+        self._foresight, self._budget = foresight, budget
         self._graphdef, self._state = nnx.split(model)
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
@@ -221,7 +224,7 @@ class Runner:
         )
         ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
         if write is None:
-            return advance(*operands, foresight=self._foresight, **ways)
+            return advance(*operands, foresight=self._foresight, budget=self._budget, **ways)
         ids = np.zeros(cache.capacity // self.config.sparse.block_size, np.int32)
         ids[: len(write.blocks)] = write.blocks
         block_ids = jnp.asarray(ids)

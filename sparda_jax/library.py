@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparda_jax.adaptive import Budget
 from sparda_jax.assets import BUNDLED_MODEL, CALIBRATION_TEXT
 from sparda_jax.checkpoint import load_model
 from sparda_jax.config import ModelConfig
@@ -63,11 +64,17 @@ class SparDA:
         mode: Mode = Mode.SPARSE,
         max_model_len: int | None = None,
         foresight: Foresight | None = None,
+        budget: Budget | None = None,
     ):
         calibration = tokenizer.encode(CALIBRATION_TEXT.read_text()) if mode is Mode.INFINIGEN else None
         self.tokenizer = tokenizer
         self.runner = Runner(
-            model, mode=mode, max_model_len=max_model_len, calibration=calibration, foresight=foresight
+            model,
+            mode=mode,
+            max_model_len=max_model_len,
+            calibration=calibration,
+            foresight=foresight,
+            budget=budget,
         )
 
     @property

@@ -42,9 +42,10 @@ def advance(
     decode,
     max_len,
     foresight=None,
+    budget=None,
 ):
     model = nnx.merge(graphdef, state)
-    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "foresight": foresight}
+    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "foresight": foresight, "budget": budget}
     return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
 
 
