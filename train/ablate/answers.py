@@ -19,8 +19,8 @@ from sparda_jax.train.ablate.cases import Case
 from sparda_jax.train.ablate.config import AblateConfig
 from sparda_jax.train.errors import TrainingError
 
-# Prompts by which the threshold is found are other ones than those that are asked.
-CALIBRATION_SEED, CALIBRATION_PROMPTS, HALVINGS = 10_000, 25, 8
+# The threshold is found on so many of the prompts that are asked: by how much is read, not by what is answered.
+CALIBRATION_PROMPTS, HALVINGS = 25, 8
 
 
 class Questioner:
@@ -31,13 +31,7 @@ class Questioner:
         self._model = load_model(config.model, dtype=config.dtype)
         self._tokenizer = Tokenizer.from_pretrained(config.model)
         self._tasks = load_eval_tasks(config.prompts_data)
-        self._asked: dict[tuple[str, int, int, int], Sequence[EvalPrompt]] = {}
-
-    def prompts(self, kind: str, length: int, count: int, seed: int) -> Sequence[EvalPrompt]:
-        key = (kind, length, count, seed)
-        if key not in self._asked:
-            self._asked[key] = eval_prompts(kind, length, count, seed, tasks=self._tasks)
-        return self._asked[key]
+        self._asked: dict[tuple[str, int], Sequence[EvalPrompt]] = {}
 
     def ask(
         self,
@@ -56,9 +50,15 @@ class Questioner:
         budget = None
         if case.most is not None:
             budget, found = self._equal_budget(case, weights, design, kind, length)
-        prompts = self.prompts(kind, length, self._config.prompts, self._config.seed)
-        result = evaluate_recall(self._runner(case, weights, design, budget), kind, length, prompts)
+        runner = self._runner(case, weights, design, budget)
+        result = evaluate_recall(runner, kind, length, self._prompts(kind, length))
         return dataclasses.asdict(result) | {"recall": result.recall, "interval": result.interval} | found
+
+    def _prompts(self, kind: str, length: int) -> Sequence[EvalPrompt]:
+        if (kind, length) not in self._asked:
+            config = self._config
+            self._asked[kind, length] = eval_prompts(kind, length, config.prompts, config.seed, tasks=self._tasks)
+        return self._asked[kind, length]
 
     def _equal_budget(
         self,
@@ -68,8 +68,8 @@ class Questioner:
         kind: str,
         length: int,
     ) -> tuple[Budget, dict[str, Any]]:
-        """At which case and constant read the same share of the visible blocks, found on other prompts by halving."""
-        prompts = self.prompts(kind, length, CALIBRATION_PROMPTS, self._config.seed + CALIBRATION_SEED)
+        """At which case and constant read the same share of the visible blocks, found by halving."""
+        prompts = self._prompts(kind, length)[:CALIBRATION_PROMPTS]
         most = case.most
         assert most is not None
 

@@ -25,8 +25,9 @@ METHOD = (
 )
 TOPK_METHOD = (
     " By confidence: in decode, as many of the best free blocks as together hold `share` of the softmax over the free "
-    "blocks' scores, one at least and `most` at most; share is found on other prompts of the same kind and length, so "
-    "that read_fraction is that of the constant. Prefill is the constant's."
+    "blocks' scores, one at least and `most` at most; share is found by halving on the first 25 prompts, by "
+    "what is read and not by what is answered, so that read_fraction is that of the constant. In the prompt the number "
+    "is constant."
 )
 LOOKAHEAD_METHOD = (
     " Two layers: answers come from contiguous caches, in which nothing is fetched; what a second layer of lead is "
