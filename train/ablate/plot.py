@@ -49,7 +49,7 @@ def _bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], e
         bars = None if errors is None else errors[label]
         axes.bar(places, shown, width=width, label=label, color=f"C{number}", yerr=bars, error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower right")
 
 
 def _draw_shares(axes: Any, record: dict[str, Any]) -> None:
