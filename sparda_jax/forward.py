@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from sparda_jax.adaptive import Budget, select_by_share
 from sparda_jax.cache import KVCache, LayerCache
 from sparda_jax.cache.chunk_store import OnLayer
-from sparda_jax.config import ModelConfig
+from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import Backends
+from sparda_jax.foresight import Foresight
 from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
 from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
@@ -51,6 +53,7 @@ class _Step:
     valid: Bool[Array, "batch q_len"]
     sparse: Bool[Array, "batch"]
     chunk: Chunk | None
+    budget: Budget | None
 
     @property
     def query_block(self) -> Int[Array, "batch q_len"]:
@@ -74,6 +77,8 @@ def forward(
     decode: bool,
     max_len: int | None = None,
     skew: Skew | None = None,
+    foresight: Foresight | None = None,
+    budget: Budget | None = None,
     backends: Backends = _FASTEST,
     choose: Choose | None = None,
     on_layer: OnLayer | None = None,
@@ -91,6 +96,9 @@ def forward(
         decode: one new token per sequence, behind its prompt (InfiniGen and sparda-decode-only care).
         max_len: longest sequence to be served, for the choice of RoPE factors.
         skew: InfiniGen's calibrated basis, a matrix per KV head and layer.
+        foresight: a Forecast in place of the model's own, for experiments; in modes that have one.
+        budget: how many blocks a row of a decode step gets in place of the constant, for experiments; of modes that
+            score by one query for each KV head, so that a score is a logit.
         backends: of the kernels that compute chunks of several tokens on a GPU; elsewhere they are plain jnp, and hold
             a score for each pair of a new token and a cached one.
         choose: see `prefill.Choose`; of such chunks only.
@@ -100,6 +108,8 @@ def forward(
         The stream before the final norm (``model.logits`` takes it), the new cache and the trace.
     """
     config = model.config
+    if budget is not None and (not mode.needs_forecast or (foresight and foresight.design.heads_per_group > 1)):
+        raise ConfigError(f"mode={mode.value} has no budget by confidence: use sparda with one head for each KV head")
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
     sparse = jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse
     chunk = None
@@ -122,17 +132,20 @@ def forward(
         valid=jnp.arange(tokens.shape[1]) < num_new[:, None],
         sparse=sparse,
         chunk=chunk,
+        budget=budget,
     )
     cos, sin = rope_tables(config, positions, max_len)
     x = model.embed(tokens)
-    layers, selected, read, previous = [], [], [], None
+    layers, selected, read, previous, inputs = [], [], [], None, []
     for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
         context = {"layer_index": index, "layer": layer, "previous": previous, "cos": cos, "sin": sin}
         context |= {"positions": positions, "decode": decode, "skew": skew[index] if skew else None}
 
         def attend(projections, context=context, layer_cache=layer_cache):
             nonlocal previous
-            query = QueryContext(current=projections, **context)
+            inputs.append(projections.normed)
+            foreseen = foresight and foresight.queries(len(layers), inputs, cos, sin, config)
+            query = QueryContext(current=projections, foreseen=foreseen, **context)
             out, new_cache, ids, count = _attend(step, query, layer_cache, cache.lengths)
             if on_layer is not None:
                 on_layer(len(layers), new_cache)
@@ -169,7 +182,7 @@ def _attend(
     if ids is not None and not step.decode:
         cache = _keep_selected(step, cache, _of_last_token(step, ids))
     q = group_heads(projections.q, config)
-    listed = min(config.sparse.min_list_width, blocks)
+    listed = min(max(config.sparse.min_list_width, 0 if ids is None else ids.shape[3]), blocks)
     if ids is not None and q.shape[1] == 1 and listed < blocks:
         out = list_attention(q, cache.k, cache.v, _block_list(step, ids, listed), step.total, config.sparse.block_size)
     else:
@@ -194,8 +207,11 @@ def _keep_selected(step: _Step, cache: LayerCache, ids: Int[Array, "batch kv_hea
 
 def _select(step: _Step, query: QueryContext, cache: LayerCache) -> _Ids:
     sparse = step.config.sparse
+    scores = block_scores(step.mode, step.config, query, cache)
+    if step.budget is not None and step.decode:
+        return select_by_share(scores, step.query_block, step.budget, step.config)
     return select_blocks(
-        block_scores(step.mode, step.config, query, cache),
+        scores,
         step.query_block,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,

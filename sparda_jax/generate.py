@@ -8,11 +8,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt32
 
+from sparda_jax.adaptive import Budget
 from sparda_jax.adjusting import all_allowed, prompt_tokens
 from sparda_jax.cache import KVCache
 from sparda_jax.cache.pool import Pools
 from sparda_jax.config import ConfigError, ModelConfig
 from sparda_jax.decode_plan import Backends
+from sparda_jax.foresight import Foresight
 from sparda_jax.forward import Skew
 from sparda_jax.in_flight import Lanes, Sequence
 from sparda_jax.infinigen import calibrate
@@ -47,6 +49,8 @@ class Runner:
         max_model_len: longest sequence, prompt and answer together; None: ``max_position_embeddings``. Also picks the
             RoPE factors, once for all requests.
         calibration: tokens for InfiniGen's basis; needed in that mode only.
+        foresight: a Forecast in place of the model's own, for experiments; decode lanes do without.
+        budget: see `forward`; as ``foresight``.
 
     Raises:
         ConfigError: the mode needs a Forecast or a calibration text that is not there.
@@ -59,8 +63,10 @@ class Runner:
         mode: Mode = Mode.SPARSE,
         max_model_len: int | None = None,
         calibration: Seq[int] | None = None,
+        foresight: Foresight | None = None,
+        budget: Budget | None = None,
     ):
-        if mode.needs_forecast and not model.has_forecast:
+        if mode.needs_forecast and not model.has_forecast and foresight is None:
             raise ConfigError(
                 f"mode={mode.value} needs a Forecast, and this checkpoint carries none: add one with "
                 "`python -m sparda_jax.convert SRC DST --forecast FILE`, or use mode=sparse"
@@ -76,6 +82,7 @@ class Runner:
         self._skew: Skew | None = None
         if mode is Mode.INFINIGEN and calibration:
             self._skew = calibrate(model, calibration, self.max_model_len)
+        self._foresight, self._budget = foresight, budget
         self._graphdef, self._state = nnx.split(model)
         self._device = next(iter(model.embed_tokens.devices()))
         self.prefill_chunks = PREFILL_CHUNKS["cpu" if self._device.platform == "cpu" else "gpu"]
@@ -217,7 +224,7 @@ class Runner:
         )
         ways = {"mode": self.mode, "decode": decode, "max_len": self.max_model_len}
         if write is None:
-            return advance(*operands, **ways)
+            return advance(*operands, foresight=self._foresight, budget=self._budget, **ways)
         ids = np.zeros(cache.capacity // self.config.sparse.block_size, np.int32)
         ids[: len(write.blocks)] = write.blocks
         block_ids = jnp.asarray(ids)

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparda_jax.adaptive import Budget
 from sparda_jax.assets import BUNDLED_MODEL, CALIBRATION_TEXT
 from sparda_jax.checkpoint import load_model
 from sparda_jax.config import ModelConfig
+from sparda_jax.foresight import Foresight
 from sparda_jax.generate import Runner
 from sparda_jax.generation_stats import GenerationStats
 from sparda_jax.in_flight import Lanes
@@ -55,11 +57,25 @@ class SparDA:
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, *, mode: Mode = Mode.SPARSE, max_model_len: int | None = None
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        mode: Mode = Mode.SPARSE,
+        max_model_len: int | None = None,
+        foresight: Foresight | None = None,
+        budget: Budget | None = None,
     ):
         calibration = tokenizer.encode(CALIBRATION_TEXT.read_text()) if mode is Mode.INFINIGEN else None
         self.tokenizer = tokenizer
-        self.runner = Runner(model, mode=mode, max_model_len=max_model_len, calibration=calibration)
+        self.runner = Runner(
+            model,
+            mode=mode,
+            max_model_len=max_model_len,
+            calibration=calibration,
+            foresight=foresight,
+            budget=budget,
+        )
 
     @property
     def config(self) -> ModelConfig:

@@ -26,9 +26,26 @@ from sparda_jax.sampling import SamplingState, sample
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mode", "decode", "max_len"), donate_argnames=("cache",))
-def advance(graphdef, state, skew, cache, tokens, num_new, sparse, sampling, seen, allowed, *, mode, decode, max_len):
+def advance(
+    graphdef,
+    state,
+    skew,
+    cache,
+    tokens,
+    num_new,
+    sparse,
+    sampling,
+    seen,
+    allowed,
+    *,
+    mode,
+    decode,
+    max_len,
+    foresight=None,
+    budget=None,
+):
     model = nnx.merge(graphdef, state)
-    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew}
+    ways = {"mode": mode, "decode": decode, "max_len": max_len, "skew": skew, "foresight": foresight, "budget": budget}
     return forward_and_sample(model, cache, tokens, num_new, sparse, sampling, seen, allowed, **ways)
 
 

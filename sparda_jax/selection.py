@@ -72,6 +72,7 @@ class QueryContext:
         positions: of the queries. decode: one new token per sequence, after its prompt.
         cos, sin: the rotation at ``positions``.
         skew: InfiniGen's calibrated basis of this layer.
+        foreseen: what `Foresight.queries` gives in place of the model's own Forecast.
     """
 
     layer_index: int
@@ -83,6 +84,7 @@ class QueryContext:
     sin: Float[Array, "batch q_len half"]
     decode: bool
     skew: Float[Array, "kv_heads head_dim head_dim"] | None
+    foreseen: Float[Array, "batch q_len kv_heads heads head_dim"] | None = None
 
     def grouped_q(self, config: ModelConfig) -> Float[Array, "batch q_len kv_heads group head_dim"]:
         return group_heads(self.current.q, config)
@@ -127,7 +129,8 @@ def scored_with(
 ) -> tuple[Scorer, Float[Array, "batch q_len kv_heads group head_dim"]]:
     """How compressed keys are scored and with which queries, in modes and steps that score them."""
     if mode is Mode.SPARDA or (mode is Mode.SPARDA_DECODE_ONLY and query.decode):
-        return Scorer.FORECAST, _forecast(query)[:, :, :, None]
+        heads = _forecast(query)[:, :, :, None] if query.foreseen is None else query.foreseen
+        return (Scorer.FORECAST if heads.shape[3] == 1 else Scorer.INFLLM), heads
     return Scorer.INFLLM, query.grouped_q(config)
 
 

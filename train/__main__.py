@@ -82,7 +82,10 @@ def train(
     ] = TrainConfig.start,
     objective: Annotated[
         Objective,
-        typer.Option(help="published: every query alike; blocks: above all those that look for one block."),
+        typer.Option(
+            help="published: every query alike; blocks: above all those that look for one block; "
+            "chosen: published without the rest."
+        ),
     ] = TrainConfig.objective,
     export_forecast: Annotated[
         Path | None, typer.Option(help="At the end, write the best step's Forecast: .safetensors or .pt.")

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparda_jax.pallas_kernels.block_selection import bits_to_mask, pool_to_blocks
-from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, dot, log_sum_exp
-from sparda_jax.train.teacher import TeacherScores, top_blocks
+from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, ended_windows
+from sparda_jax.train.heads import ranking
+from sparda_jax.train.teacher import TeacherScores, selector_scores, top_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +51,7 @@ class SelectionQuality:
 
 
 def selection_quality(
-    scores: Float[Array, "batch kv_heads chunk windows"],
+    scores: Float[Array, "batch kv_heads heads chunk windows"],
     teacher: TeacherScores,
     chosen: Bool[Array, "batch kv_heads chunk blocks"],
     queries: Queries,
@@ -60,25 +61,20 @@ def selection_quality(
 ) -> tuple[SelectionQuality, UInt32[Array, "batch kv_heads chunk words"]]:
     """Compares the student's and the layer's own selection of serving with the teacher's blocks; the student's as bits,
     too.
+
+    Args:
+        scores: of `score_heads`.
     """
     blocks = chosen.shape[-1]
-    begins = jnp.arange(scores.shape[-1]) * grid.kernel_stride
-    ended = (begins + grid.kernel_size - 1 <= queries.index[:, None]) & keys.window_exists[:, None]
-    ended = (ended & (begins >= queries.start[..., None]))[:, None]
+    ended = ended_windows(queries, keys, grid)
 
     def selected(window_scores: Array) -> Array:
         pooled = pool_to_blocks(jnp.where(ended, window_scores, -jnp.inf), grid.block_size // grid.kernel_stride)
         return top_blocks(pooled, queries, grid, blocks)
 
-    def add_head(head: Array, total: Array) -> Array:
-        rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)
-        logits = dot("bqhd,bhwd->bhqw", rows, keys.compressed) / np.sqrt(rows.shape[-1])
-        logits = jnp.where(ended, logits, -jnp.inf)
-        return total + jnp.exp(logits - log_sum_exp(logits))
-
     group = queries.q.shape[3]
-    own = bits_to_mask(selected(jax.lax.fori_loop(0, group, add_head, jnp.where(False, scores, 0))), blocks)
-    bits = selected(scores)
+    own = bits_to_mask(selected(selector_scores(queries, keys, ended)), blocks)
+    bits = selected(ranking(scores, ended, np.sqrt(queries.q.shape[-1])))
     student = bits_to_mask(bits, blocks)
     choice = jnp.sum(sets.past, axis=-1, keepdims=True) > grid.num_selected_blocks
     free = sets.past & ~sets.forced & choice

@@ -235,6 +235,20 @@ def document_blocks(
     return (queries.start // grid.block_size).astype(jnp.int32), own.astype(jnp.int32)
 
 
+def begun_windows(queries: Queries, keys: Keys, grid: SelectionGrid) -> Bool[Array, "batch 1 chunk windows"]:
+    """The windows of each query's document that begin at or before it: those that the loss looks at."""
+    begins = jnp.arange(keys.window_exists.shape[-1]) * grid.kernel_stride
+    begun = (begins <= queries.index[:, None]) & (begins >= queries.start[..., None]) & keys.window_exists[:, None]
+    return begun[:, None]
+
+
+def ended_windows(queries: Queries, keys: Keys, grid: SelectionGrid) -> Bool[Array, "batch 1 chunk windows"]:
+    """The windows of each query's document that end at or before it: those that serving scores."""
+    begins = jnp.arange(keys.window_exists.shape[-1]) * grid.kernel_stride
+    ended = (begins + grid.kernel_size - 1 <= queries.index[:, None]) & keys.window_exists[:, None]
+    return (ended & (begins >= queries.start[..., None]))[:, None]
+
+
 def log_sum_exp(x: Float[Array, "*rows windows"]) -> Float[Array, "*rows 1"]:
     """Over the last axis, and 0 where nothing is finite."""
     peak = jnp.max(x, axis=-1, keepdims=True)

@@ -51,7 +51,7 @@ class CachedForward(ForwardPass):
     def __init__(self, model: Decoder, mesh: Mesh, folder: Path, layers: tuple[int, ...], **options: Any) -> None:
         super().__init__(model, mesh, **options)
         self._folder, self._wanted = folder, layers
-        self._kept = sorted({max(layer - 1, 0) for layer in layers} | set(layers))
+        self._kept = sorted({self.design.source(layer) for layer in layers} | set(layers))
         self._dtype = model.embed_tokens[...].dtype
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -86,22 +86,21 @@ class CachedForward(ForwardPass):
         """Each layer that is trained, what its Forecast sees, and what it computes before it attends."""
         names = _names(rows)
         self._fill(rows, names)
-        last: tuple[int, Projected] | None = None
+        known: dict[int, Projected] = {}
         for layer in self._wanted:
-            before = max(layer - 1, 0)
-            if last is None or last[0] != before:
-                last = before, self.project(before, self._read(names, before), rows)
-            seen = last[1].normed
-            if last[0] != layer:
-                last = layer, self.project(layer, self._read(names, layer), rows)
-            yield layer, seen, last[1]
+            source = self.design.source(layer)
+            known = {number: projected for number, projected in known.items() if number >= source}
+            for number in (source, layer):
+                if number not in known:
+                    known[number] = self.project(number, self._read(names, number), rows)
+            yield layer, known[source].normed, known[layer]
 
     def _fill(self, rows: Rows, names: list[str]) -> None:
         """Runs the base over rows of which something is missing."""
         if all(self._file(name, layer).exists() for name in names for layer in self._kept):
             return
         config, x = self.config, self.embed(rows)
-        shape = (config.num_layers, config.hidden_size, config.num_kv_heads * config.head_dim)
+        shape = (config.num_layers, config.hidden_size, self.design.outputs(config))
         # The blocks that the base attends to come with the loss, whose weights and sums do not matter here.
         weights, gradient = self.everywhere((jnp.zeros(shape), jnp.zeros(shape)))
         sums = self.everywhere(LayerSums.zeros(config.num_layers))

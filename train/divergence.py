@@ -7,10 +7,9 @@ import dataclasses
 import enum
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from sparda_jax.train._rows import BlockSets, Keys, Queries, SelectionGrid, log_sum_exp, safe_log
+from sparda_jax.train._rows import BlockSets, Queries, SelectionGrid, log_sum_exp, safe_log
 from sparda_jax.train.teacher import TeacherScores
 
 
@@ -18,6 +17,7 @@ class Objective(enum.StrEnum):
     """What the loss compares."""
 
     PUBLISHED = "published"  # the chosen windows and the rest, every query alike
+    CHOSEN = "chosen"  # the chosen windows among each other: PUBLISHED without the rest (for ablations)
     BLOCKS = "blocks"  # the blocks that can be chosen, queries with one outstanding block above all
 
 
@@ -40,26 +40,23 @@ class Divergence:
 
 def divergence(
     objective: Objective,
-    scores: Float[Array, "batch kv_heads chunk windows"],
+    logits: Float[Array, "batch kv_heads chunk windows"],
     teacher: TeacherScores,
     chosen: Bool[Array, "batch kv_heads chunk blocks"],
     queries: Queries,
-    keys: Keys,
     sets: BlockSets,
     grid: SelectionGrid,
 ) -> Divergence:
     """The divergence of an objective.
 
     Args:
-        scores: the student's products with the compressed keys, not scaled.
+        logits: of the student, over the windows that begin at or before a query; -inf for others.
         chosen: the teacher's blocks.
     """
-    begins = jnp.arange(scores.shape[-1]) * grid.kernel_stride
-    seen = (begins <= queries.index[:, None]) & (begins >= queries.start[..., None]) & keys.window_exists[:, None]
-    logits = jnp.where(seen[:, None], scores / np.sqrt(queries.q.shape[-1]), -jnp.inf)
     if objective is Objective.BLOCKS:
         return _blocks(logits, teacher, sets, queries, grid)
-    return _published(logits, teacher, chosen & ~sets.forced, queries, grid)
+    compare = _published if objective is Objective.PUBLISHED else _chosen
+    return compare(logits, teacher, chosen & ~sets.forced, queries, grid)
 
 
 def _published(
@@ -88,6 +85,30 @@ def _published(
         weight=jnp.broadcast_to(queries.real[:, None], active.shape).astype(loss.dtype),
         active=active,
         slope=jnp.where(active[..., None], slope, 0),
+    )
+
+
+def _chosen(
+    logits: Float[Array, "batch kv_heads chunk windows"],
+    teacher: TeacherScores,
+    supervised: Bool[Array, "batch kv_heads chunk blocks"],
+    queries: Queries,
+    grid: SelectionGrid,
+) -> Divergence:
+    """Between the shares of the supervised windows among each other; every real pair weighs 1."""
+    inside = _fill_up(jnp.repeat(supervised, grid.block_size // grid.kernel_stride, axis=-1), logits.shape[-1])
+    target = jnp.where(inside, teacher.aligned, 0)
+    total = jnp.sum(target, axis=-1, keepdims=True)
+    active = total[..., 0] > 0
+    target = target / jnp.where(total > 0, total, 1)
+    logits = jnp.where(inside, logits, -jnp.inf)
+    norm = log_sum_exp(logits)
+    terms = jnp.where(target > 0, target * (safe_log(target) - (logits - norm)), 0)
+    return Divergence(
+        loss=jnp.sum(terms, axis=-1),
+        weight=jnp.broadcast_to(queries.real[:, None], active.shape).astype(logits.dtype),
+        active=active,
+        slope=jnp.where(active[..., None], jnp.exp(logits - norm) - target, 0),
     )
 
 

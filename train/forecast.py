@@ -21,10 +21,12 @@ from sparda_jax.checkpoint.forecast import open_forecast, write_forecast
 from sparda_jax.checkpoint.mapping import Q_CURR, Q_FUTURE, forecast_tensors
 from sparda_jax.checkpoint.torch_save import write_torch
 from sparda_jax.config import ModelConfig
+from sparda_jax.foresight import ForecastDesign
 from sparda_jax.model import Decoder, apply_rope, rope_tables
 from sparda_jax.train._rows import dot
 
 TORCH, SAFETENSORS, SIDECAR = ".pt", ".safetensors", ".json"
+PUBLISHED_DESIGN = ForecastDesign()
 
 
 class Start(enum.StrEnum):
@@ -34,11 +36,15 @@ class Start(enum.StrEnum):
     RANDOM = "random"  # `fresh_weights`
 
 
-def query_weights(base: Decoder) -> Float32[np.ndarray, "layers hidden outputs"]:
+def query_weights(
+    base: Decoder, design: ForecastDesign = PUBLISHED_DESIGN
+) -> Float32[np.ndarray, "layers hidden outputs"]:
     """The queries of the layer that is selected for, averaged over each group, as far as the layer before can tell.
 
     A Forecast sees the normed input of the layer before. That layer's norm weights are exchanged for the layer's own;
-    what the layer before adds to the stream is missing. For layer 0 nothing is.
+    what the layer before adds to the stream is missing. For layer 0 nothing is. Of several heads for a group each
+    averages its share of it, the first heads one query more where they don't divide evenly; where there are more than
+    queries, queries repeat.
     """
     config = base.config
     norms = [np.asarray(layer.input_layernorm.weight[...], np.float32) for layer in base.layers]
@@ -46,18 +52,24 @@ def query_weights(base: Decoder) -> Float32[np.ndarray, "layers hidden outputs"]
     weights = []
     for index, layer in enumerate(base.layers):
         kernel = np.asarray(layer.self_attn.qkvf_proj.kernel[:, queries], np.float32)
-        heads = kernel.reshape(config.hidden_size, config.num_kv_heads, -1, config.head_dim)
-        seen = norms[max(index - 1, 0)]
+        groups = kernel.reshape(config.hidden_size, config.num_kv_heads, -1, config.head_dim)
+        if design.heads_per_group > config.group_size:
+            groups = groups[:, :, np.arange(design.heads_per_group) % config.group_size]
+        parts = np.array_split(groups, design.heads_per_group, axis=2)
+        heads = np.stack([part.mean(axis=2) for part in parts], axis=2)
+        seen = norms[design.source(index)]
         # Behind a norm weight of zero there is nothing to see.
         exchange = np.divide(norms[index], seen, out=np.zeros_like(seen), where=seen != 0)
-        weights.append(heads.mean(axis=2).reshape(config.hidden_size, -1) * exchange[:, None])
+        weights.append(heads.reshape(config.hidden_size, -1) * exchange[:, None])
     return np.stack(weights)
 
 
-def fresh_weights(config: ModelConfig, seed: int) -> Float32[np.ndarray, "layers hidden outputs"]:
+def fresh_weights(
+    config: ModelConfig, seed: int, design: ForecastDesign = PUBLISHED_DESIGN
+) -> Float32[np.ndarray, "layers hidden outputs"]:
     """Uniform within ``1 / sqrt(hidden)``, as the published trainer begins."""
     bound = config.hidden_size**-0.5
-    shape = (config.num_layers, config.hidden_size, config.num_kv_heads * config.head_dim)
+    shape = (config.num_layers, config.hidden_size, design.outputs(config))
     return np.random.default_rng([seed, 1]).uniform(-bound, bound, shape).astype(np.float32)
 
 
@@ -66,7 +78,7 @@ def predict(
     normed: Float[Array, "batch q_len hidden"],
     positions: Int[Array, "batch q_len"],
     config: ModelConfig,
-) -> Float[Array, "batch q_len kv_heads head_dim"]:
+) -> Float[Array, "batch q_len forecast_heads head_dim"]:
     """The Forecast in float32, after RoPE.
 
     Args:

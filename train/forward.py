@@ -8,6 +8,7 @@ rows and of the base each device holds.
 
 import dataclasses
 import functools
+from collections import deque
 from typing import Any, Self
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from sparda_jax.foresight import ForecastDesign
 from sparda_jax.model import Decoder, DecoderLayer, rope_tables
 from sparda_jax.selection import group_heads
 from sparda_jax.train import attention
@@ -26,8 +28,8 @@ from sparda_jax.train._rows import KEY_TILE
 from sparda_jax.train.attention import attend
 from sparda_jax.train.data import Batch
 from sparda_jax.train.flops import Flops
-from sparda_jax.train.forecast import predict
-from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, forecast_loss
+from sparda_jax.train.forecast import PUBLISHED_DESIGN, predict
+from sparda_jax.train.loss import LossParts, Objective, SelectionQuality, Teacher, forecast_loss
 from sparda_jax.train.mesh import AXES, ROWS, SEQUENCE, Pieces, gather_weights, weight_spec
 
 
@@ -92,7 +94,8 @@ class ForwardPass:
     Args:
         model: the base; a Forecast that it carries is not used. Its arrays may be dropped afterwards.
         mesh: from `make_mesh`.
-        objective: of the loss.
+        objective, teacher: of the loss.
+        design: of the Forecast, whose weights have `ForecastDesign.outputs` columns.
         query_chunk, key_tile: of the teacher and the loss; attention_chunk, attention_tile: of the base's attention.
             They change memory and time only.
     """
@@ -103,12 +106,14 @@ class ForwardPass:
         mesh: Mesh,
         *,
         objective: Objective = Objective.PUBLISHED,
+        teacher: Teacher = Teacher.FINE,
+        design: ForecastDesign = PUBLISHED_DESIGN,
         query_chunk: int | None = None,
         key_tile: int = KEY_TILE,
         attention_chunk: int = attention.QUERY_CHUNK,
         attention_tile: int = attention.KEY_TILE,
     ) -> None:
-        self.config, self.mesh = model.config, mesh
+        self.config, self.mesh, self.design = model.config, mesh, design
         self._pieces = Pieces(shards=mesh.shape[SEQUENCE])
         self._everywhere, self._by_row = NamedSharding(mesh, P()), NamedSharding(mesh, ROWS)
         self._table, table = self._shared_out(model.embed_tokens[...])
@@ -119,7 +124,7 @@ class ForwardPass:
             parts, self._specs[graphdef] = self._shared_out(weights)
             self._layers.append((graphdef, parts))
         self._numbers = [self.everywhere(np.int32(number)) for number in range(len(self._layers))]
-        self._loss_options = {"objective": objective, "chunk": query_chunk, "key_tile": key_tile}
+        self._loss_options = {"objective": objective, "teacher": teacher, "chunk": query_chunk, "key_tile": key_tile}
         self._attention_tiles = {"chunk": attention_chunk, "key_tile": attention_tile}
         whole, blocks = P(), P(ROWS[0], None, SEQUENCE)
         self._embed = self._program(functools.partial(self._embed_rows, table), (table, ROWS), ROWS)
@@ -188,24 +193,23 @@ class ForwardPass:
         sums: LayerSums,
     ) -> tuple[Float[Array, "layers hidden outputs"], LayerSums]:
         """Adds the gradient of ``sum(loss)`` over layers, and the sums, of some rows; both are donated."""
-        x, before = self.embed(rows), None
+        x, inputs = self.embed(rows), deque[Array](maxlen=self.design.lookahead + 1)
         for layer in range(self.config.num_layers):
             projected = self.project(layer, x, rows)
-            seen = projected.normed if before is None else before
-            blocks, gradient, sums = self.learn_layer(layer, weights, rows, seen, projected, gradient, sums)
-            before = projected.normed
+            inputs.append(projected.normed)
+            # The oldest that is kept is that of `ForecastDesign.source`.
+            blocks, gradient, sums = self.learn_layer(layer, weights, rows, inputs[0], projected, gradient, sums)
             if layer + 1 < self.config.num_layers:
                 x = self.advance(layer, x, projected, blocks)
         return gradient, sums
 
     def measure(self, weights: Float[Array, "layers hidden outputs"], rows: Rows, sums: LayerSums) -> LayerSums:
         """Adds the sums of some rows, without a gradient; ``sums`` is donated."""
-        x, before = self.embed(rows), None
+        x, inputs = self.embed(rows), deque[Array](maxlen=self.design.lookahead + 1)
         for layer in range(self.config.num_layers):
             projected = self.project(layer, x, rows)
-            seen = projected.normed if before is None else before
-            blocks, sums = self.measure_layer(layer, weights, rows, seen, projected, sums)
-            before = projected.normed
+            inputs.append(projected.normed)
+            blocks, sums = self.measure_layer(layer, weights, rows, inputs[0], projected, sums)
             if layer + 1 < self.config.num_layers:
                 x = self.advance(layer, x, projected, blocks)
         return sums
@@ -232,7 +236,7 @@ class ForwardPass:
         """The blocks that a layer attends to; and ``gradient`` and ``sums``, which are donated, with its own added.
 
         Args:
-            seen: what the layer's Forecast sees: the normed input of the layer before, or layer 0's own.
+            seen: what the layer's Forecast sees: the normed input of layer `ForecastDesign.source`.
         """
         return self._learn(weights, self._numbers[layer], rows, seen, projected, gradient, sums)
 

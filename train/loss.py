@@ -19,19 +19,20 @@ from sparda_jax.train._rows import (
     KEY_TILE,
     Queries,
     SelectionGrid,
+    begun_windows,
     block_sets,
     chunk_of,
     count_blocks,
-    dot,
     join_chunks,
     make_keys,
     split_chunks,
     split_queries,
 )
 from sparda_jax.train.divergence import Objective, divergence
-from sparda_jax.train.teacher import route_chunk, teacher_scores
+from sparda_jax.train.heads import joint_logits, score_heads, share_out, slope_of_student
+from sparda_jax.train.teacher import Teacher, coarse_scores, route_chunk, teacher_scores
 
-__all__ = ["LossParts", "Objective", "SelectionQuality", "forecast_loss"]
+__all__ = ["LossParts", "Objective", "SelectionQuality", "Teacher", "forecast_loss"]
 
 
 @jax.tree_util.register_dataclass
@@ -58,9 +59,9 @@ class LossParts:
     student_blocks: UInt32[Array, "batch kv_heads q_len words"]
 
 
-@functools.partial(jax.jit, static_argnames=("sparse", "objective", "chunk", "key_tile"))
+@functools.partial(jax.jit, static_argnames=("sparse", "objective", "teacher", "chunk", "key_tile"))
 def forecast_loss(
-    student: Float[Array, "batch q_len kv_heads head_dim"],
+    student: Float[Array, "batch q_len forecast_heads head_dim"],
     q: Float[Array, "batch q_len kv_heads group head_dim"],
     k: Float[Array, "batch length kv_heads head_dim"],
     positions: Int[Array, "batch length"],
@@ -69,6 +70,7 @@ def forecast_loss(
     *,
     begin: int | Int[Array, ""] = 0,
     objective: Objective = Objective.PUBLISHED,
+    teacher: Teacher = Teacher.FINE,
     chunk: int | None = None,
     key_tile: int = KEY_TILE,
 ) -> LossParts:
@@ -78,7 +80,8 @@ def forecast_loss(
     loss and costs one array like ``student``, in float32.
 
     Args:
-        student: the Forecast of the layer before (layer 0: ``q_curr``), after RoPE at ``positions``.
+        student: the Forecast of the layer before (layer 0: ``q_curr``), after RoPE at ``positions``: one head for each
+            KV head, or as many for each, those of a KV head side by side (docs/semantics.md section 11.9).
         q, k: of this layer, after RoPE; float32 or bfloat16. Products are accumulated in float32.
         positions: of each token in its own document, from 0. A row may hold several documents, each of which starts at
             a multiple of ``block_size``; `check_packing` checks a batch on the host.
@@ -86,6 +89,8 @@ def forecast_loss(
         sparse: the `SparseConfig` of the model.
         begin: where in the row the first query stands; student and q may be a part of the row.
         objective: over what the divergence is taken, and how much each pair weighs.
+        teacher: whose attention is the target, and chooses what is supervised. Metrics and the returned blocks are
+            those of the fine teacher in any case.
         chunk: queries at a time. key_tile: fine keys at a time where no kernel runs; a multiple of ``block_size``. Both
             change memory and time only: the largest array has ``batch * heads * chunk * key_tile`` float32.
 
@@ -93,13 +98,18 @@ def forecast_loss(
     the scores of each top-k.
 
     Raises:
-        ValueError: q_len is shorter than a window, or key_tile is no multiple of the block.
+        ValueError: q_len is shorter than a window, key_tile is no multiple of the block, the student's heads are no
+            multiple of the KV heads, or ``blocks`` is asked of the coarse teacher.
     """
-    options = (sparse, objective, chunk_of(chunk, q, sparse), key_tile)
+    if student.shape[2] % k.shape[2]:
+        raise ValueError(f"student has {student.shape[2]} heads: give a multiple of the {k.shape[2]} KV heads")
+    if teacher is Teacher.COARSE and objective is Objective.BLOCKS:
+        raise ValueError("objective=blocks compares the mass of fine keys: use teacher=fine, not coarse")
+    options = (sparse, objective, teacher, chunk_of(chunk, q, sparse), key_tile)
     return _loss(options, student, q, k, positions, valid, jnp.asarray(begin, jnp.int32))
 
 
-_Options = tuple[SelectionGrid, Objective, int, int]  # as `forecast_loss` takes them
+_Options = tuple[SelectionGrid, Objective, Teacher, int, int]  # as `forecast_loss` takes them
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,10 +139,10 @@ def _sweep(
     positions: Array,
     valid: Array,
     begin: Array,
-) -> tuple[LossParts, Float[Array, "batch q_len kv_heads head_dim"]]:
+) -> tuple[LossParts, Float[Array, "batch q_len forecast_heads head_dim"]]:
     """The loss and its gradient with respect to ``student``, chunk by chunk."""
-    sparse, objective, chunk, key_tile = options
-    length = q.shape[1]
+    sparse, objective, taught_by, chunk, key_tile = options
+    length, scale = q.shape[1], np.sqrt(q.shape[-1])
     blocks = count_blocks(k.shape[1], sparse)
     keys = make_keys(k, positions, valid, sparse, key_tile)
 
@@ -142,9 +152,17 @@ def _sweep(
         teacher = teacher_scores(queries, keys, sparse, key_tile)
         bits = route_chunk(teacher, queries, sparse, blocks)
         chosen = bits_to_mask(bits, blocks)
-        scores = dot("bqhd,bhwd->bhqw", student_rows, keys.compressed)
-        found = divergence(objective, scores, teacher, chosen, queries, keys, sets, sparse)
-        gradient = dot("bhqw,bhwd->bqhd", found.slope, keys.compressed) / np.sqrt(q.shape[-1])
+        target, supervised = teacher, chosen
+        if taught_by is Teacher.COARSE:
+            target = coarse_scores(queries, keys, sparse, teacher)
+            supervised = bits_to_mask(route_chunk(target, queries, sparse, blocks), blocks)
+        seen = begun_windows(queries, keys, sparse)
+        # What padding holds must not reach a product, not even times 0.
+        scores = score_heads(jnp.where(queries.real[..., None, None], student_rows, 0), keys.compressed)
+        logits = joint_logits(scores, seen, scale)
+        found = divergence(objective, logits, target, supervised, queries, sets, sparse)
+        slopes = share_out(found.slope, scores, seen, scale)
+        gradient = slope_of_student(slopes, keys.compressed) / scale
         quality, student_bits = selection_quality(scores, teacher, chosen, queries, keys, sets, sparse)
         parts = LossParts(
             loss=jnp.sum(found.loss),

@@ -7,10 +7,12 @@ length.
 """
 
 import dataclasses
+import enum
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparda_jax.pallas_kernels.block_selection import bits_to_ids, choose_blocks, pool_to_blocks
@@ -24,20 +26,33 @@ from sparda_jax.train._rows import (
     chunk_of,
     count_blocks,
     document_blocks,
+    dot,
+    ended_windows,
     join_chunks,
+    log_sum_exp,
     make_keys,
     split_queries,
 )
 
 __all__ = [
+    "Teacher",
     "TeacherScores",
     "check_packing",
+    "coarse_scores",
     "route",
     "route_bits",
     "route_chunk",
+    "selector_scores",
     "teacher_scores",
     "top_blocks",
 ]
+
+
+class Teacher(enum.StrEnum):
+    """Whose attention the Forecast is compared with in the loss."""
+
+    FINE = "fine"  # softmax over keys of two tokens, one each token
+    COARSE = "coarse"  # softmax over the compressed keys that serving scores; see `coarse_scores`
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +141,33 @@ def teacher_scores(queries: Queries, keys: Keys, grid: SelectionGrid, key_tile: 
     after = jnp.pad(found.first[..., 1:], ((0, 0), (0, 0), (0, 0), (0, 1)))
     aligned = jnp.where(keys.window_exists[:, None, None], jnp.maximum(found.largest, after), 0)
     return TeacherScores(aligned=aligned, mass=found.mass)
+
+
+def coarse_scores(queries: Queries, keys: Keys, grid: SelectionGrid, fine: TeacherScores) -> TeacherScores:
+    """The teacher on the deployed grid: what InfLLM-V2 ranks windows by (docs/semantics.md section 11.9).
+
+    A window is seen once it has ended, and there is no alignment; ``mass`` stays that of the fine keys.
+    """
+    ended = ended_windows(queries, keys, grid)
+    return dataclasses.replace(fine, aligned=jnp.where(ended, selector_scores(queries, keys, ended), 0))
+
+
+def selector_scores(
+    queries: Queries, keys: Keys, ended: Bool[Array, "batch 1 chunk windows"]
+) -> Float[Array, "batch kv_heads chunk windows"]:
+    """The softmax of each of the layer's own queries over the windows that have ended, summed over the group (4.1)."""
+
+    def products(head: Array) -> Array:
+        rows = jax.lax.dynamic_index_in_dim(queries.q, head, axis=3, keepdims=False)
+        return dot("bqhd,bhwd->bhqw", rows, keys.compressed)
+
+    def add_head(head: Array, total: Array) -> Array:
+        logits = jnp.where(ended, products(head) / np.sqrt(queries.q.shape[-1]), -jnp.inf)
+        return total + jnp.exp(logits - log_sum_exp(logits))
+
+    # Zeros of the type that a sum has, on a mesh, too; nothing is computed for them.
+    start = jnp.where(False, products(jnp.int32(0)), 0)
+    return jax.lax.fori_loop(0, queries.q.shape[3], add_head, start)
 
 
 def route_chunk(
