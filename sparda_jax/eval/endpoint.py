@@ -11,6 +11,9 @@ from typing import Any
 from sparda_jax.eval.prompting import Prompt, Prompter
 from sparda_jax.eval.subjects import Answer
 
+# So many seconds a server may say nothing: a queue of long prompts is no failure, a machine that has gone away is one.
+PATIENCE_SECONDS = 1800.0
+
 
 class EndpointError(Exception):
     """The server can't be asked; the message says why."""
@@ -66,7 +69,7 @@ class Endpoint:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, self._headers)
-            with urllib.request.urlopen(request) as reply:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise EndpointError(f"{self._url}{path} answers {error.code}: {_beginning(error)}") from error

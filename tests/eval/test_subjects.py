@@ -12,6 +12,7 @@ import uvicorn
 
 from sparda_jax.assets import BUNDLED_MODEL
 from sparda_jax.checkpoint import load_model
+from sparda_jax.eval import endpoint as endpoint_module
 from sparda_jax.eval.endpoint import Endpoint, EndpointError
 from sparda_jax.eval.prompting import Prompt, Prompter, Question
 from sparda_jax.eval.ruler import make_prompts, tasks
@@ -137,6 +138,14 @@ def test_what_speaks_no_http_or_stops_is_named(tiny: SparDA, reply: bytes) -> No
         with pytest.raises(EndpointError, match=f"{address}/v1/models (can't be read: .|answers 500)"):
             Endpoint(address, Prompter(tokenizer=tiny.tokenizer), chat=False, api_key=None, parallel=1)
         thread.join()
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_forever(tiny: SparDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "PATIENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the system accepts, nobody answers
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EndpointError, match=f"{address}/v1/models can't be read: timed out"):
+            Endpoint(address, Prompter(tokenizer=tiny.tokenizer), chat=False, api_key=None, parallel=1)
 
 
 @pytest.mark.parametrize("url", ["http://[::", "http://127.0.0.1:80 x", "http://a\nb"])
