@@ -57,6 +57,19 @@ def test_the_next_block_can_take_a_place(backend: str) -> None:
     assert np.asarray(bits_to_mask(bits, 20)).sum(axis=-1).tolist() == [[[8, 9]]]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflown_scores_do_not_displace_forced_blocks(backend: str) -> None:
+    """Infinite and NaN count as the largest number; ties go to the lowest id."""
+    scores = np.zeros((1, 1, 2, 20), np.float32)
+    scores[0, 0, 0, 4:15:2] = np.inf
+    scores[0, 0, 1, 4:15:2] = np.nan
+    first, own = jnp.zeros((1, 2), jnp.int32), jnp.full((1, 2), 18, jnp.int32)
+    limits = LIMITS | {"num_selected": 7}
+    bits = choose_blocks(jnp.asarray(scores), first, own, **limits, backend=backend)
+    for row in np.asarray(bits_to_mask(bits, 20))[0, 0]:
+        np.testing.assert_array_equal(np.flatnonzero(row), [0, 4, 6, 8, 16, 17, 18])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("blocks", "num_selected"), [(8, 6), (16, 4), (32, 5), (40, 4), (300, 40), (1024, 96)])
 def test_compiled(blocks: int, num_selected: int) -> None:
