@@ -61,6 +61,12 @@ def test_files_without_such_points_are_refused(tmp_path: Path) -> None:
     assert (refused.exit_code, "no batch with three numbers of slots" in " ".join(refused.output.split())) == (2, True)
     refused = CliRunner().invoke(app, ["predict", str(RESULTS / "h200-train.json"), *rates])
     assert (refused.exit_code, "is no result of `bench map`" in " ".join(refused.output.split())) == (2, True)
+    record = json.loads((RESULTS / "h200-map.json").read_text())
+    record["rows"] = [row | {"settings": row["settings"] | {"misses": 0}} for row in record["rows"]]
+    alike = tmp_path / "alike.json"
+    alike.write_text(json.dumps(record))
+    refused = CliRunner().invoke(app, ["predict", str(alike), *rates])
+    assert (refused.exit_code, "that miss differently" in " ".join(refused.output.split())) == (2, True)
     odd = tmp_path / "odd.json"
     odd.write_text(json.dumps({"rows": [{"value": 1, "name": "sparda", "settings": None}]}))
     refused = CliRunner().invoke(app, ["predict", str(odd), *rates])

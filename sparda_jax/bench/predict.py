@@ -84,18 +84,25 @@ def _points(file: Path, way: str, context: int) -> dict[int, list[Measured]]:
     Raises:
         typer.BadParameter: the file is no map, or has no batch with three points there.
     """
-    found: dict[int, list[Measured]] = {}
+    found: dict[int, dict[float, Measured]] = {}
     try:
         for row in read_results(file)["rows"]:
             said: dict[str, Any] = row["settings"]
             if (row["name"], said["context"], said["kv_host_dtype"]) != (way, context, KvHostDtype.AUTO):
                 continue
             link = said["tpot_ms"] if said["limit"] == LINK else said["parts_ms"]["copying"]
-            point = Measured(misses=said["misses"], ms=said["tpot_ms"], link_ms=link)
-            found.setdefault(said["batch"], []).append(point)
-    except (KeyError, TypeError) as error:
+            point = Measured(misses=float(said["misses"]), ms=float(said["tpot_ms"]), link_ms=float(link))
+            # Of points that miss alike (two numbers of slots that both hold every block) the first is enough.
+            found.setdefault(said["batch"], {}).setdefault(point.misses, point)
+    except (KeyError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"{file} is no result of `bench map`: {error}") from None
-    found = {batch: sorted(points, key=lambda p: p.misses) for batch, points in found.items() if len(points) > 2}
-    if not found:
-        raise typer.BadParameter(f"{file} has no batch with three numbers of slots for {way} at {context} tokens.")
-    return found
+    enough = {
+        batch: sorted(by_misses.values(), key=lambda point: point.misses)
+        for batch, by_misses in found.items()
+        if len(by_misses) > 2
+    }
+    if not enough:
+        raise typer.BadParameter(
+            f"{file} has no batch with three numbers of slots that miss differently, for {way} at {context} tokens."
+        )
+    return enough
