@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
+from sparda_jax.pallas_kernels.block_selection.kernel_parts import FORCED_KEY, LOWEST_KEY, sort_key
 from sparda_jax.pallas_kernels.block_selection.prefill_bits import mask_to_bits
 from sparda_jax.pallas_kernels.block_selection.reference import block_mask
 from sparda_jax.pallas_kernels.block_selection.triton_row_top import row_top_bits
@@ -73,9 +74,8 @@ def _reference(
     past = (ids >= first) & (ids <= own)
     forced = past & ((ids < first + init_blocks) | (ids >= own - local_blocks))
     competes = (ids >= first) & (ids <= own + 1)
-    # A score that overflowed must not compete with the forced blocks; as in `select_blocks` it counts as the largest.
-    finite = jnp.where(scores <= jnp.finfo(scores.dtype).max, scores, jnp.finfo(scores.dtype).max)
-    # top_k sorts -0 below 0, and they are equal scores.
-    ranked = jnp.where(competes, jnp.where(forced, jnp.inf, jnp.where(finite == 0, 0, finite)), -jnp.inf)
+    # Keys, for a score of -inf competes, too: it must not tie with blocks that do not.
+    key = sort_key(scores.astype(jnp.float32))
+    ranked = jnp.where(competes, jnp.where(forced, FORCED_KEY, key), LOWEST_KEY)
     _, chosen = lax.top_k(ranked, min(num_selected, blocks))
     return mask_to_bits(block_mask(chosen, blocks) & past)
