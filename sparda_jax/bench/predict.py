@@ -68,7 +68,7 @@ def step_ms(measured: Sequence[Measured], misses: float) -> float:
     the two points with the fewest misses; it is at least the link's time, in proportion to that of the last point.
 
     Args:
-        measured: at least two points, by ascending misses, the last with some.
+        measured: at least two points, by ascending misses, of which no two are equal.
         misses: may lie beyond the last point.
     """
     first, second, last = measured[0], measured[1], measured[-1]
@@ -82,20 +82,23 @@ def _points(file: Path, way: str, context: int) -> dict[int, list[Measured]]:
     """The points by batch.
 
     Raises:
-        typer.BadParameter: the file is no map, or has no batch with three points there.
+        typer.BadParameter: the file is no map, or has no batch with three points there, of unequal misses.
     """
-    found: dict[int, list[Measured]] = {}
+    found: dict[int, dict[float, Measured]] = {}
     try:
         for row in read_results(file)["rows"]:
             said: dict[str, Any] = row["settings"]
             if (row["name"], said["context"], said["kv_host_dtype"]) != (way, context, KvHostDtype.AUTO):
                 continue
             link = said["tpot_ms"] if said["limit"] == LINK else said["parts_ms"]["copying"]
-            point = Measured(misses=said["misses"], ms=said["tpot_ms"], link_ms=link)
-            found.setdefault(said["batch"], []).append(point)
-    except (KeyError, TypeError) as error:
+            point = Measured(misses=float(said["misses"]), ms=float(said["tpot_ms"]), link_ms=float(link))
+            # More slots than the hit rates reach to miss as many.
+            found.setdefault(said["batch"], {}).setdefault(point.misses, point)
+    except (KeyError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"{file} is no result of `bench map`: {error}") from None
-    found = {batch: sorted(points, key=lambda p: p.misses) for batch, points in found.items() if len(points) > 2}
-    if not found:
-        raise typer.BadParameter(f"{file} has no batch with three numbers of slots for {way} at {context} tokens.")
-    return found
+    points = {batch: [of[misses] for misses in sorted(of)] for batch, of in found.items() if len(of) > 2}
+    if not points:
+        raise typer.BadParameter(
+            f"{file} has no batch with three numbers of slots, of unequal misses, for {way} at {context} tokens."
+        )
+    return points
