@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -223,3 +224,24 @@ def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / "rows.png")])
     assert result.exit_code == 2
     assert "rows.json" in result.output
+
+
+@pytest.mark.parametrize(
+    ("of_file", "of_row"),
+    [
+        ({"machine": None}, {}),
+        ({"versions": 1}, {}),
+        ({}, {"settings": None}),
+        ({}, {"value": float("nan")}),
+        ({}, {"value": "9"}),
+        ({"picture": "map"}, {}),
+    ],
+)
+def test_odd_result_files_are_refused(tmp_path: Path, of_file: dict[str, Any], of_row: dict[str, Any]) -> None:
+    file = tmp_path / "rows.json"
+    row = Row(name="fetch", backend="triton", settings={"batch": 16}, value=48.0, unit="GB/s")
+    write_json(file, [row], what="kernels", method="by clock", commit="abc")
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | {"rows": [whole["rows"][0] | of_row]} | of_file))
+    result = CliRunner().invoke(app, ["plot", str(file), str(tmp_path / "rows.png")])
+    assert (result.exit_code, "is no result file of a benchmark" in " ".join(result.output.split())) == (2, True)

@@ -72,6 +72,11 @@ def test_packed_records_double_the_sequences() -> None:
     assert capacity(demand_of(CONFIG, "sparda", 131072, 1, kept), "sparda", limits(132, 127)).most == 55
 
 
+def test_a_context_that_no_server_has_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="--context 1 with --batch 1: "):
+        demand_of(CONFIG, "sparda", 1, 1)
+
+
 def test_slots_that_are_the_same_are_one_point_and_the_largest_shares_nothing() -> None:
     demand = demand_of(CONFIG, "sparse", 16384, 1)
     found = list(points(demand, "sparse", ["least", "auto", "256", "2x", "200"], 4, None, limits(75, 64)))

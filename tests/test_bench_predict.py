@@ -58,16 +58,28 @@ def test_the_command_over_the_committed_files() -> None:
 def test_files_without_such_points_are_refused(tmp_path: Path) -> None:
     rates = ["--hit-rates", str(RESULTS / "hit-rates.json")]
     refused = CliRunner().invoke(app, ["predict", str(RESULTS / "h200-map.json"), *rates, "--context", "32768"])
-    assert (refused.exit_code, "no batch with three numbers of slots" in " ".join(refused.output.split())) == (2, True)
+    assert (
+        refused.exit_code,
+        "no batch with three numbers of slots that miss differently" in " ".join(refused.output.split()),
+    ) == (2, True)
     refused = CliRunner().invoke(app, ["predict", str(RESULTS / "h200-train.json"), *rates])
     assert (refused.exit_code, "is no result of `bench map`" in " ".join(refused.output.split())) == (2, True)
-    record = json.loads((RESULTS / "h200-map.json").read_text())
-    record["rows"] = [row | {"settings": row["settings"] | {"misses": 0}} for row in record["rows"]]
-    alike = tmp_path / "alike.json"
-    alike.write_text(json.dumps(record))
-    refused = CliRunner().invoke(app, ["predict", str(alike), *rates])
-    assert (refused.exit_code, "that miss differently" in " ".join(refused.output.split())) == (2, True)
     odd = tmp_path / "odd.json"
     odd.write_text(json.dumps({"rows": [{"value": 1, "name": "sparda", "settings": None}]}))
     refused = CliRunner().invoke(app, ["predict", str(odd), *rates])
     assert refused.exit_code == 2, refused.output
+
+
+def test_points_of_equal_misses_count_once(tmp_path: Path) -> None:
+    """`bench map --misses 0` has no others; and more slots than the hit rates reach to miss as many."""
+    whole = json.loads((RESULTS / "h200-map.json").read_text())
+    rates = ["--hit-rates", str(RESULTS / "hit-rates.json")]
+    file = tmp_path / "map.json"
+    expected = CliRunner().invoke(app, ["predict", str(RESULTS / "h200-map.json"), *rates]).output
+    file.write_text(json.dumps(whole | {"rows": [row for row in whole["rows"] for _ in range(2)]}))
+    assert CliRunner().invoke(app, ["predict", str(file), *rates]).output == expected
+    for row in whole["rows"]:
+        row["settings"]["misses"] = 0
+    file.write_text(json.dumps(whole))
+    refused = CliRunner().invoke(app, ["predict", str(file), *rates])
+    assert (refused.exit_code, "that miss differently" in " ".join(refused.output.split())) == (2, True)

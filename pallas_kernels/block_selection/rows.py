@@ -73,8 +73,9 @@ def _reference(
     past = (ids >= first) & (ids <= own)
     forced = past & ((ids < first + init_blocks) | (ids >= own - local_blocks))
     competes = (ids >= first) & (ids <= own + 1)
-    # A score that overflowed must not compete with the forced blocks; as in `select_blocks` it counts as the largest.
-    finite = jnp.where(scores <= jnp.finfo(scores.dtype).max, scores, jnp.finfo(scores.dtype).max)
+    # Infinite scores must not tie with the blocks that always win and those that never do. NaN counts as the largest.
+    largest = jnp.finfo(scores.dtype).max
+    finite = jnp.maximum(jnp.where(scores <= largest, scores, largest), -largest)
     # top_k sorts -0 below 0, and they are equal scores.
     ranked = jnp.where(competes, jnp.where(forced, jnp.inf, jnp.where(finite == 0, 0, finite)), -jnp.inf)
     _, chosen = lax.top_k(ranked, min(num_selected, blocks))

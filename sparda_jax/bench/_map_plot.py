@@ -7,6 +7,8 @@ from sparda_jax.cache.host_dtype import KvHostDtype
 
 MAP = "map"
 """What a result file's entry ``picture`` says if it is to be drawn so."""
+SETTINGS = ("kv_host_dtype", "context", "batch", "slots", "slots_are")
+"""What each row of such a file has among its settings."""
 _COLORS = ("C0", "C1", "C2", "C3", "C4", "C5")
 
 

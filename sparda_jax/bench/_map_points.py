@@ -76,18 +76,25 @@ class Curve:
 
 
 def demand_of(config: ModelConfig, way: str, context: int, batch: int, kept: KvHostDtype = KvHostDtype.AUTO) -> Demand:
-    """What it takes in truth: with a pool for every layer, and room for prefill, as a server has."""
+    """What it takes in truth: with a pool for every layer, and room for prefill, as a server has.
+
+    Raises:
+        typer.BadParameter: no server can have such sequences.
+    """
     mode, fetch = WAYS[way]
-    return Demand(
-        config=config,
-        dtype=jnp.dtype(jnp.bfloat16),
-        mode=mode,
-        has_forecast=True,
-        max_model_len=context,
-        batch=batch,
-        fetch=fetch,
-        kv_host_dtype=kept,
-    )
+    try:
+        return Demand(
+            config=config,
+            dtype=jnp.dtype(jnp.bfloat16),
+            mode=mode,
+            has_forecast=True,
+            max_model_len=context,
+            batch=batch,
+            fetch=fetch,
+            kv_host_dtype=kept,
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(f"--context {context} with --batch {batch}: {error}") from None
 
 
 def check_slots(text: str) -> list[str]:

@@ -1,12 +1,13 @@
 """``python -m sparda_jax.bench plot``: a picture of a result file, its numbers beside floors, references, targets."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparda_jax.bench._map_plot import MAP, draw_map
+from sparda_jax.bench._map_plot import MAP, SETTINGS, draw_map
 
 # What tells rows of one name apart at a glance; other settings are in the file.
 _SHOWN = ("batch", "misses", "length", "context", "end", "overlap", "rate", "percentile")
@@ -45,10 +46,21 @@ def read_results(file: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        _ = [row["value"] for row in record["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _check(record)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise typer.BadParameter(f"{file} is no result file of a benchmark: {error}") from None
     return record
+
+
+def _check(record: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where something is not there that every result file has."""
+    _ = record["what"], record["date"], record["machine"]["device"], dict(record["versions"])
+    for row in record["rows"]:
+        _ = row["name"], row["backend"], row["unit"], dict(row["settings"])
+        if row["value"] is not None and not math.isfinite(row["value"]):
+            raise ValueError(f"a row of {row['name']} has the value {row['value']}")
+        if record.get("picture") == MAP:
+            _ = [row["settings"][key] for key in SETTINGS]
 
 
 def _bars(drawing: Any, rows: list[dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def step_ms(measured: Sequence[Measured], misses: float) -> float:
     the two points with the fewest misses; it is at least the link's time, in proportion to that of the last point.
 
     Args:
-        measured: at least two points, by ascending misses, the last with some.
+        measured: at least two points, by ascending misses, of which no two are equal.
         misses: may lie beyond the last point.
     """
     first, second, last = measured[0], measured[1], measured[-1]
@@ -82,7 +82,7 @@ def _points(file: Path, way: str, context: int) -> dict[int, list[Measured]]:
     """The points by batch.
 
     Raises:
-        typer.BadParameter: the file is no map, or has no batch with three points there.
+        typer.BadParameter: the file is no map, or has no batch with three points there, of unequal misses.
     """
     found: dict[int, dict[float, Measured]] = {}
     try:
@@ -92,17 +92,13 @@ def _points(file: Path, way: str, context: int) -> dict[int, list[Measured]]:
                 continue
             link = said["tpot_ms"] if said["limit"] == LINK else said["parts_ms"]["copying"]
             point = Measured(misses=float(said["misses"]), ms=float(said["tpot_ms"]), link_ms=float(link))
-            # Of points that miss alike (two numbers of slots that both hold every block) the first is enough.
+            # More slots than the hit rates reach to miss as many.
             found.setdefault(said["batch"], {}).setdefault(point.misses, point)
     except (KeyError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"{file} is no result of `bench map`: {error}") from None
-    enough = {
-        batch: sorted(by_misses.values(), key=lambda point: point.misses)
-        for batch, by_misses in found.items()
-        if len(by_misses) > 2
-    }
-    if not enough:
+    points = {batch: [of[misses] for misses in sorted(of)] for batch, of in found.items() if len(of) > 2}
+    if not points:
         raise typer.BadParameter(
             f"{file} has no batch with three numbers of slots that miss differently, for {way} at {context} tokens."
         )
-    return enough
+    return points

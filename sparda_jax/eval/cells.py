@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,18 +106,16 @@ class Record:
         """The cell of a job and mode, if it is there.
 
         Raises:
-            ConfigError: it is of other prompts.
+            ConfigError: it is of other prompts, or another mode's is: they are compared prompt by prompt.
         """
         prints = fingerprint(job.prompts)
-        for cell in self.cells:
-            if (cell.task, cell.length, cell.mode) == (job.task, job.length, mode):
-                if cell.prompts != prints:
-                    raise ConfigError(
-                        f"json={self._file} holds {cell.task} at {cell.length} tokens of other prompts (another "
-                        "version of the code, tokenizer or text): give another file"
-                    )
-                return cell
-        return None
+        there = [cell for cell in self.cells if (cell.task, cell.length) == (job.task, job.length)]
+        if any(cell.prompts != prints for cell in there):
+            raise ConfigError(
+                f"json={self._file} holds {job.task} at {job.length} tokens of other prompts (another version of the "
+                "code, tokenizer or text): give another file"
+            )
+        return next((cell for cell in there if cell.mode == mode), None)
 
 
 def _read(file: Path, settings: dict[str, Any]) -> list[Cell]:
@@ -125,7 +124,8 @@ def _read(file: Path, settings: dict[str, Any]) -> list[Cell]:
         there, names = dict(record["settings"]), [field.name for field in dataclasses.fields(Cell)]
         rows: list[dict[str, Any]] = [{name: row[name] for name in names} for row in record["cells"]]
         cells = [_cell_of(row) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _check_together(cells)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"json={file} is there and is no result of this command: give another file") from error
     for name in sorted(there.keys() | settings.keys()):
         if there.get(name) != settings.get(name):
@@ -150,9 +150,20 @@ def _cell_of(row: dict[str, Any]) -> Cell:
     return Cell(**(row | known))
 
 
+def _check_together(cells: Sequence[Cell]) -> None:
+    """Raises ValueError where a file, merged by hand, has a cell twice, or modes that were not asked the same."""
+    asked: dict[tuple[str, int], tuple[str, int]] = {}
+    for cell in cells:
+        prompts = (cell.prompts, len(cell.scores))
+        if asked.setdefault((cell.task, cell.length), prompts) != prompts:
+            raise ValueError(f"{cell.task} at {cell.length} tokens is of unequal prompts")
+    if len({(cell.task, cell.length, cell.mode) for cell in cells}) < len(cells):
+        raise ValueError("a cell is there twice")
+
+
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or value != value:
-        raise TypeError(f"{value!r} is no number")
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no finite number")
     return value
 
 

@@ -70,6 +70,16 @@ def test_overflown_scores_do_not_displace_forced_blocks(backend: str) -> None:
         np.testing.assert_array_equal(np.flatnonzero(row), [0, 4, 6, 8, 16, 17, 18])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_of_earlier_documents_do_not_take_the_places_of_scores_of_minus_infinity(backend: str) -> None:
+    """As many as there are places for, and more."""
+    scores = np.full((1, 1, 2, 20), -np.inf, np.float32)
+    first, own = jnp.asarray([[9, 5]], jnp.int32), jnp.full((1, 2), 15, jnp.int32)
+    bits = choose_blocks(jnp.asarray(scores), first, own, **LIMITS, backend=backend)
+    found = [np.flatnonzero(row).tolist() for row in np.asarray(bits_to_mask(bits, 20))[0, 0]]
+    assert found == [[*range(9, 16)], [*range(5, 11), 13, 14, 15]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("blocks", "num_selected"), [(8, 6), (16, 4), (32, 5), (40, 4), (300, 40), (1024, 96)])
 def test_compiled(blocks: int, num_selected: int) -> None:
