@@ -50,6 +50,8 @@ def needle(
         figure()  # so that a missing matplotlib is told before minutes of work
     for option, value, least in (("--batch", batch, 1), ("--samples", samples, 1), ("--depths", depths, 2)):
         at_least(option, value, least)
+    if depths > 101:
+        raise typer.BadParameter(f"--depths {depths}: give at most 101, for a depth is named in whole percent.")
     sizes = whole_numbers("--lengths", lengths)
     text, prompter = sentences_of(essays), make_prompter(model, template)
     asked = ask(

@@ -138,7 +138,6 @@ def evaluate(
     for option, file in (("--json", json_out), ("--markdown", markdown_out), ("--answers", answers)):
         check_writable(file, option)
     began = time.perf_counter()
-    baseline = Mode.SPARSE.value if Mode.SPARSE.value in asked.subjects else next(iter(asked.subjects))
     try:
         about = dict(settings) | asked.settings
         record = Record(json_out, settings=about, what=what, method=method, commit=commit)
@@ -147,12 +146,20 @@ def evaluate(
         cells = run(jobs, asked.subjects, record, shown=_shower(asked, answers, began))
     except (ConfigError, EndpointError, TooShortError) as error:
         raise typer.BadParameter(str(error)) from None
-    record.write({"baseline": baseline, "averages": averages(record.cells, baseline)})
-    tables = markdown(cells, baseline)
+    # The file may hold modes that this run was not asked for.
+    kept = _baseline(record.cells)
+    record.write({"baseline": kept, "averages": averages(record.cells, kept)})
+    tables = markdown(cells, _baseline(cells))
     if markdown_out:
         markdown_out.write_text(tables, encoding="utf-8")
     _say(tables)
     return cells
+
+
+def _baseline(cells: Sequence[Cell]) -> str:
+    """The mode that others are compared with: sparse, or the first one if it is not there."""
+    modes = [cell.mode for cell in cells]
+    return Mode.SPARSE.value if Mode.SPARSE.value in modes else modes[0]
 
 
 def _say(text: str) -> None:

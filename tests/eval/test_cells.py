@@ -67,6 +67,8 @@ def test_other_settings_prompts_or_files_are_refused(tmp_path: Path) -> None:
         record(file, samples=5)
     with pytest.raises(ConfigError, match=r"a at 20 tokens of other prompts"):
         found(record(file, samples=4), [job("a", 20, first=7)], {"dense": Known(4)})
+    with pytest.raises(ConfigError, match=r"a at 20 tokens of other prompts"):
+        found(record(file, samples=4), [job("a", 20, first=7)], {"sparse": Known(4)})
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no result of this command"):
         record(file, samples=4)
@@ -74,7 +76,16 @@ def test_other_settings_prompts_or_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"scores": []}, {"scores": "abc"}, {"scores": [None]}, {"scores": [0.5, 7]}, {"width": "x"}, {"length": "20"}],
+    [
+        {"scores": []},
+        {"scores": "abc"},
+        {"scores": [None]},
+        {"scores": [0.5, 7]},
+        {"width": "x"},
+        {"width": float("inf")},
+        {"prefill_read": 10**400},
+        {"length": "20"},
+    ],
 )
 def test_damaged_cells_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
     file = tmp_path / "r.json"
@@ -84,6 +95,18 @@ def test_damaged_cells_are_refused(tmp_path: Path, damage: dict[str, Any]) -> No
         file.write_text(json.dumps(damaged))
         with pytest.raises(ConfigError, match="no result of this command"):
             record(file, samples=4)
+
+
+@pytest.mark.parametrize("change", [{}, {"mode": "sparse", "prompts": "x"}, {"mode": "sparse", "scores": [1.0]}])
+def test_cells_that_do_not_belong_together_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A file merged from two: a cell twice, other prompts, fewer of them."""
+    file = tmp_path / "r.json"
+    found(record(file, samples=4), [job("a", 20)], {"dense": Known(4)})
+    content = json.loads(file.read_text())
+    content["cells"].append(content["cells"][0] | change)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="no result of this command"):
+        record(file, samples=4)
 
 
 def test_unequal_widths_are_refused() -> None:

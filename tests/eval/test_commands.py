@@ -57,6 +57,10 @@ def test_ruler_writes_tables_and_goes_on(tmp_path: Path) -> None:
     assert "niah_single_1:" not in again
     assert json.loads(file.read_text())["cells"] == kept["cells"]
     assert "samples=1, and this run has 3" in invoke(*asked, "--samples", "3", code=2)
+    # The file's comparisons stay when one mode is asked alone.
+    invoke(*asked, "--modes", "quest")
+    after = json.loads(file.read_text())
+    assert (after["baseline"], after["averages"]) == (kept["baseline"], kept["averages"])
 
 
 @pytest.mark.slow
@@ -115,6 +119,10 @@ def test_longbench_reads_its_files(tmp_path: Path) -> None:
 def test_what_is_refused(arguments: tuple[str, ...], said: str) -> None:
     # Click breaks lines where it likes.
     assert said.replace(" ", "") in "".join(invoke("ruler", *arguments, code=2).replace("│", "").split())
+
+
+def test_depths_that_would_have_equal_names_are_refused() -> None:
+    assert "at most 101" in invoke("needle", "--depths", "102", code=2)
 
 
 def test_every_mode_but_one_is_compared_by_default() -> None:
