@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -217,9 +218,35 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str, message: st
     assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}', "[" * 100_000])
 def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.json").write_text(text)
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / "rows.png")])
     assert result.exit_code == 2
     assert "rows.json" in result.output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"settings": None}, {"value": float("nan")}, {"value": "much"}, {"unit": []}, {"machine": None}, {"date": None}],
+)
+def test_a_result_file_that_was_edited_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    file = tmp_path / "rows.json"
+    row = Row(name="fetch", backend="triton", settings={"batch": 16}, value=48.0, unit="GB/s")
+    write_json(file, [row], what="kernels", method="by clock", commit="abc")
+    record = json.loads(file.read_text())
+    for name, value in change.items():
+        if name in record:
+            del record[name]
+        else:
+            record["rows"][0][name] = value
+    file.write_text(json.dumps(record))
+    result = CliRunner().invoke(app, ["plot", str(file), str(tmp_path / "rows.png")])
+    assert (result.exit_code, "is no result file of a benchmark" in " ".join(result.output.split())) == (2, True)
+
+
+def test_rows_that_a_map_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    row = Row(name="fetch", backend="triton", settings={"batch": 16}, value=48.0, unit="GB/s")
+    write_json(tmp_path / "rows.json", [row], what="map", method="by clock", commit="abc", details={"picture": "map"})
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / "rows.png")])
+    assert (result.exit_code, "is no result of `bench map`" in " ".join(result.output.split())) == (2, True)

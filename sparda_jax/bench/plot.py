@@ -1,6 +1,7 @@
 """``python -m sparda_jax.bench plot``: a picture of a result file, its numbers beside floors, references, targets."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,10 @@ def plot(
         raise typer.BadParameter(f"{', '.join(map(str, results))}: there is no measured row.")
     drawing = figure()
     if {record.get("picture") for record in records} == {MAP}:
-        draw_map(drawing, rows)
+        try:
+            draw_map(drawing, rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise typer.BadParameter(f"{results[0]} is no result of `bench map`: {error}") from None
     else:
         _bars(drawing, rows)
     machines = dict.fromkeys(
@@ -45,10 +49,26 @@ def read_results(file: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        _ = [row["value"] for row in record["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _ = record["what"], record["date"], record["machine"]["device"], record["versions"].get("jax")
+        for row in record["rows"]:
+            _ = hash((row["name"], row["backend"], row["unit"])), row["settings"].get("batch")
+            if row["value"] is not None:
+                finite(row["value"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise typer.BadParameter(f"{file} is no result file of a benchmark: {error}") from None
     return record
+
+
+def finite(value: Any) -> float:
+    """A number of a result file, which may hold NaN.
+
+    Raises:
+        TypeError, ValueError: it is none, or not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not finite")
+    return number
 
 
 def _bars(drawing: Any, rows: list[dict[str, Any]]) -> None:
