@@ -218,7 +218,7 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str, message: st
     assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{}]}', "[" * 100_000])
 def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.json").write_text(text)
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "rows.json"), str(tmp_path / "rows.png")])
@@ -233,7 +233,8 @@ def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
         ({"versions": 1}, {}),
         ({}, {"settings": None}),
         ({}, {"value": float("nan")}),
-        ({}, {"value": "9"}),
+        ({}, {"value": "much"}),
+        ({}, {"unit": []}),
         ({"picture": "map"}, {}),
     ],
 )

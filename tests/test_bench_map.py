@@ -87,6 +87,18 @@ def test_slots_that_are_the_same_are_one_point_and_the_largest_shares_nothing() 
     assert [point.case.misses for point in found if isinstance(point, Point)] == [4, 0, 4]
 
 
+def test_texts_that_miss_nothing_with_the_least_slots() -> None:
+    found = points(
+        demand_of(CONFIG, "sparda", 131072, 4),
+        "sparda",
+        ["least", "2x"],
+        10,
+        Curve(slots=(1, 2), missing=(0, 0)),
+        limits(132, 127),
+    )
+    assert [point.case.misses for point in found if isinstance(point, Point)] == [10, 0]
+
+
 def test_capacity_names_the_memory_that_ends_it() -> None:
     found = [
         capacity(demand_of(CONFIG, "sparda", 131072, 1), "sparda", limits(*sizes)) for sizes in ((132, 127), (30, 255))
@@ -101,6 +113,12 @@ def test_capacity_names_the_memory_that_ends_it() -> None:
     [
         ("{}", "sparda", "is no result file of `bench overlap`"),
         ("nothing", "sparda", "is no result file of `bench overlap`"),
+        (
+            '{"rows": [{"name": "missing", "backend": "sparda", "settings": '
+            '{"layer": "all", "of_selected": 1, "hit_rate": NaN}}]}',
+            "sparda",
+            "is no result file of `bench overlap`",
+        ),
         (None, "infinigen", "has no mode infinigen: give another file, or --slots least"),
     ],
 )

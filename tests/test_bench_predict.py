@@ -1,7 +1,9 @@
 """The throughput that hit rates stand for: a step's time by misses, and the command over result files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,3 +85,43 @@ def test_points_of_equal_misses_count_once(tmp_path: Path) -> None:
     file.write_text(json.dumps(whole))
     refused = CliRunner().invoke(app, ["predict", str(file), *rates])
     assert (refused.exit_code, "that miss differently" in " ".join(refused.output.split())) == (2, True)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> list[str]:
+    """The committed files' command, over a map whose rows are changed."""
+    record = json.loads((RESULTS / "h200-map.json").read_text())
+    for row in record["rows"]:
+        change(row)
+    (folder / "map.json").write_text(json.dumps(record))
+    return ["predict", str(folder / "map.json"), "--hit-rates", str(RESULTS / "hit-rates.json")]
+
+
+def test_a_point_without_a_profile_leaves_the_others(tmp_path: Path) -> None:
+    """`bench map` writes such a row where a profile can't be read; of batch 32 two points are left, so it goes."""
+
+    def lose(row: dict[str, Any]) -> None:
+        if (row["settings"]["batch"], row["settings"]["slots_are"]) == (32, "auto"):
+            row["settings"] |= {"parts_ms": None, "limit": None}
+
+    done = CliRunner().invoke(app, changed(tmp_path, lose))
+    assert done.exit_code == 0, done.output
+    assert "│ 16 " in " ".join(done.output.split())
+    assert "│ 32 " not in " ".join(done.output.split())
+
+
+def test_a_way_takes_the_hit_rates_of_its_mode(tmp_path: Path) -> None:
+    found = [
+        CliRunner().invoke(app, [*changed(tmp_path, lambda row, way=way: row.update(name=way)), "--way", way]).output
+        for way in ("sparda", "sparda, in turn")
+    ]
+    assert [line for line in found[0].splitlines() if "│" in line] == [
+        line for line in found[1].splitlines() if "│" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tpot_ms", float("nan")), ("tpot_ms", 0), ("misses", float("inf")), ("batch", "x")]
+)
+def test_a_map_that_holds_no_numbers_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    refused = CliRunner().invoke(app, changed(tmp_path, lambda row: row["settings"].update({name: value})))
+    assert (refused.exit_code, "is no result of `bench map`" in " ".join(refused.output.split())) == (2, True)

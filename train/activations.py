@@ -122,8 +122,14 @@ class CachedForward(ForwardPass):
                 np.save(stream, values.view(np.uint16) if values.dtype.itemsize == 2 else values)
 
     def _read(self, names: list[str], layer: int) -> Float[Array, "rows seq_len hidden"]:
-        values = np.stack([np.load(self._file(name, layer)) for name in names])
-        return jax.device_put(values.view(self._dtype), self._by_row)
+        """Raises TrainingError where a file is damaged."""
+        rows = []
+        for file in (self._file(name, layer) for name in names):
+            try:
+                rows.append(np.load(file).view(self._dtype))
+            except (OSError, ValueError, EOFError) as error:
+                raise TrainingError(f"{file} is damaged: {error}; remove it, and the base computes it again") from error
+        return jax.device_put(np.stack(rows), self._by_row)
 
 
 def _names(rows: Rows) -> list[str]:

@@ -28,6 +28,7 @@ from sparda_jax.train.corpus import Corpus, check_tokenizer, load_corpus
 from sparda_jax.train.curves import check_plot, draw_curves
 from sparda_jax.train.data import Batch, TrainingRows, hold_out, validation_batches
 from sparda_jax.train.errors import TrainingError
+from sparda_jax.train.fingerprint import base_fingerprint
 from sparda_jax.train.flops import peak_flops
 from sparda_jax.train.forecast import Start, check_export, export, fresh_weights, query_weights, read_weights
 from sparda_jax.train.forward import ForwardPass
@@ -119,7 +120,7 @@ def run(config: TrainConfig, files: RunFiles, console: Console) -> TrainState:
     check_tokenizer(Tokenizer.from_pretrained(files.model), description)
     data = load_data(config, description, files, console)
     base = load_model(files.model, dtype=files.dtype)
-    base_hash = _base_hash(base)
+    base_hash = base_fingerprint(base)
     identity = config.identity() | {"base": base_hash, "data": data.fingerprint}
     forward = _make_forward(config, files, base, mesh, base_hash)
     if isinstance(forward, CachedForward):
@@ -300,12 +301,6 @@ def describe_path(path: Path) -> str:
     if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
     return path.absolute().name
-
-
-def _base_hash(base: Decoder) -> str:
-    """Of a matrix of the last layer in the dtype that is used: no two models share it."""
-    values = np.asarray(base.layers[-1].mlp.down_proj.kernel[...])
-    return f"{values.dtype.name} {hashlib.sha256(values.tobytes()).hexdigest()[:16]}"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import typer
 
 from sparda_jax.bench._decode_cases import SPARE_SLOTS, WAYS, Case, check_misses
 from sparda_jax.bench._overlap_rows import MISSING
+from sparda_jax.bench.plot import finite
 from sparda_jax.budget import Demand, plan_memory
 from sparda_jax.cache.host_dtype import KvHostDtype
 from sparda_jax.cache.pinning import GIB
@@ -59,7 +60,7 @@ class Curve:
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
             found = {
-                row["settings"]["of_selected"]: 1 - row["settings"]["hit_rate"]
+                finite(row["settings"]["of_selected"]): 1 - finite(row["settings"]["hit_rate"])
                 for row in rows
                 if (row["name"], row["backend"], row["settings"]["layer"]) == (MISSING, mode, "all")
             }
@@ -137,7 +138,9 @@ def points(
         if count == demand.max_blocks:
             missing = 0.0
         elif count > least and curve:
-            missing = round(misses * curve.at(count / width) / curve.at(least / width), 2)
+            # Texts so short that already the least slots hold all they ask for leave nothing to compare with.
+            fewest = curve.at(least / width)
+            missing = round(misses * curve.at(count / width) / fewest, 2) if fewest else 0.0
         case = Case(
             way=way,
             batch=demand.batch,

@@ -27,7 +27,10 @@ def plot(
         raise typer.BadParameter(f"{', '.join(map(str, results))}: there is no measured row.")
     drawing = figure()
     if {record.get("picture") for record in records} == {MAP}:
-        draw_map(drawing, rows)
+        try:
+            draw_map(drawing, rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise typer.BadParameter(f"{results[0]} is no result of `bench map`: {error}") from None
     else:
         _bars(drawing, rows)
     machines = dict.fromkeys(
@@ -47,7 +50,7 @@ def read_results(file: Path) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         _check(record)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise typer.BadParameter(f"{file} is no result file of a benchmark: {error}") from None
     return record
 
@@ -56,11 +59,23 @@ def _check(record: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError where something is not there that every result file has."""
     _ = record["what"], record["date"], record["machine"]["device"], dict(record["versions"])
     for row in record["rows"]:
-        _ = row["name"], row["backend"], row["unit"], dict(row["settings"])
-        if row["value"] is not None and not math.isfinite(row["value"]):
-            raise ValueError(f"a row of {row['name']} has the value {row['value']}")
+        _ = hash((row["name"], row["backend"], row["unit"])), dict(row["settings"])
+        if row["value"] is not None:
+            finite(row["value"])
         if record.get("picture") == MAP:
             _ = [row["settings"][key] for key in SETTINGS]
+
+
+def finite(value: Any) -> float:
+    """A number of a result file, which may hold NaN.
+
+    Raises:
+        TypeError, ValueError: it is none, or not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is not finite")
+    return number
 
 
 def _bars(drawing: Any, rows: list[dict[str, Any]]) -> None:

@@ -10,10 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sparda_jax.bench._decode_cases import WAYS
 from sparda_jax.bench._map_parts import LINK
 from sparda_jax.bench._map_points import PAPER_CONTEXT, Curve
+from sparda_jax.bench._options import one_of
 from sparda_jax.bench._overlap_rows import SCALES
-from sparda_jax.bench.plot import read_results
+from sparda_jax.bench.plot import finite, read_results
 from sparda_jax.cache.host_dtype import KvHostDtype
 
 console = Console(soft_wrap=True)
@@ -26,14 +28,14 @@ def predict(
     hit_rates: Annotated[Path, typer.Option(help="What `bench overlap` measured.")] = Path(
         "docs/results/hit-rates.json"
     ),
-    way: Annotated[str, typer.Option(help="A way to decode that both files have.")] = "sparda",
+    way: Annotated[str, typer.Option(help="A way to decode that the map has.")] = "sparda",
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = PAPER_CONTEXT,
 ) -> None:
     """Predict tokens per second for caches of several sizes: the misses of natural text, the times of a map.
 
     If a model misses the measured share of its blocks, a step takes what `step_ms` makes of the map's points.
     """
-    curve = Curve.read(hit_rates, way)
+    curve = Curve.read(hit_rates, WAYS[one_of("--way", way, list(WAYS))][0].value)
     points = _points(map_file, way, context)
     table = Table(title=f"{way}, {context} tokens: tokens/s predicted for slots over selected blocks")
     for heading in ("sequences", *(f"{scale:g} x" for scale in SCALES)):
@@ -90,9 +92,13 @@ def _points(file: Path, way: str, context: int) -> dict[int, list[Measured]]:
             said: dict[str, Any] = row["settings"]
             if (row["name"], said["context"], said["kv_host_dtype"]) != (way, context, KvHostDtype.AUTO):
                 continue
+            if said["limit"] is None:  # its profile could not be read, so the link's time is not known
+                continue
             link = said["tpot_ms"] if said["limit"] == LINK else said["parts_ms"]["copying"]
-            point = Measured(misses=float(said["misses"]), ms=float(said["tpot_ms"]), link_ms=float(link))
-            # More slots than the hit rates reach to miss as many.
+            point = Measured(misses=finite(said["misses"]), ms=finite(said["tpot_ms"]), link_ms=finite(link))
+            if type(said["batch"]) is not int or said["batch"] < 1 or point.ms <= 0 or min(point.misses, link) < 0:
+                raise ValueError(f"a point of batch {said['batch']!r} with {point}")
+            # Of points that miss alike (two numbers of slots that both hold every block) the first is enough.
             found.setdefault(said["batch"], {}).setdefault(point.misses, point)
     except (KeyError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"{file} is no result of `bench map`: {error}") from None

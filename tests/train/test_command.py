@@ -140,6 +140,10 @@ class TestWholeRun:
         assert 0 < records[-1]["hit_rate"] <= records[-1]["hit_rate_of_twice"] <= 1
         for name, tensor in exports[0].items():
             np.testing.assert_array_equal(tensor, exports[1][name])
+        for file in files[0]:
+            file.write_bytes(file.read_bytes()[:90])
+        damaged = call(folder, tmp_path / "third", "--activations", str(kept), "--layers", "1", "--steps", "1")
+        assert ".npy is damaged: " in error_of(damaged)
 
         start = query_weights(load_model(folder / "tiny"))
         trained = read_weights(tmp_path / "second.safetensors", ModelConfig.from_pretrained(folder / "tiny"))
