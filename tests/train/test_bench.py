@@ -48,6 +48,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, options: list[str], message: 
     assert message in done.output
 
 
+def test_a_large_shape_needs_a_gpu() -> None:
+    """It would take all memory of a computer without one, and hours."""
+    done = CliRunner().invoke(app, ["train"], env={"COLUMNS": "300"})
+    assert (done.exit_code, "needs an NVIDIA GPU" in done.output) == (2, True)
+
+
 def test_operations_are_those_of_the_specification() -> None:
     """At 64K a layer's teacher takes 35 TFLOP in two products, the linear layers of a pass about 1 PFLOP."""
     config = SHAPES["minicpm4.1-8b"]

@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from flax import nnx
 from rich.console import Console
 
 from sparda_jax.bench._options import at_least, check_writable, geometry, whole_numbers
 from sparda_jax.bench._prefill_cases import FLOPS_PER_SECOND
 from sparda_jax.bench._report import Row, print_rows, write_json
 from sparda_jax.bench.prefill import random_model
+from sparda_jax.cache.pinning import GIB
 from sparda_jax.config import ModelConfig
+from sparda_jax.fit import gib
+from sparda_jax.model import abstract_decoder
 from sparda_jax.shapes import SHAPES
 from sparda_jax.train.bench.parts import METHOD as PARTS_METHOD
 from sparda_jax.train.bench.parts import parts
@@ -77,6 +81,21 @@ class MicroStep:
         return ended - began, ended - learnt
 
 
+def _check_device(config: ModelConfig, shape: str) -> None:
+    """Refuses what would fill a computer without a GPU for hours.
+
+    Raises:
+        typer.BadParameter: there is no GPU, and the weights take more than a GiB.
+    """
+    like = abstract_decoder(config, has_forecast=False, dtype=jnp.dtype(jnp.bfloat16))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(like)))
+    if jax.default_backend() != "gpu" and size > GIB:
+        raise typer.BadParameter(
+            f"--shape {shape}: the benchmark of {gib(size)} of weights needs an NVIDIA GPU, and JAX sees none here: "
+            "run it on a GPU machine."
+        )
+
+
 @app.callback()
 def main() -> None:
     """A command of ``python -m sparda_jax.bench``, which training's code can't be part of."""
@@ -110,6 +129,7 @@ def train(
     if max(counts) > jax.device_count():
         raise typer.BadParameter(f"--devices {devices}: JAX sees {jax.device_count()}.")
     whole = layers is None and seq_len == 65536
+    _check_device(config, shape)
     began = time.perf_counter()
     model = random_model(config, has_forecast=False)
     jax.block_until_ready(model.embed_tokens[...])
