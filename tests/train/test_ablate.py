@@ -65,6 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return FakeQuestioner.asked
 
 
+@pytest.mark.slow
 def test_variants_are_trained_and_asked_once(
     folder: Path, tmp_path: Path, asked: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
