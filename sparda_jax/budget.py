@@ -274,14 +274,14 @@ def prefill_workspace(demand: Demand) -> int:
 
     Four residual streams, and the MLP's inner arrays or what attention takes, where that is more. The kernels of a GPU
     keep masks, and while they select, scores of a part of the chunk and of InfLLM-V2 a denominator for each head.
-    Plain chunks (float32, and the control `random`) of c tokens over a cache of n have a float32 and a probability for
+    Plain chunks (float32) of c tokens over a cache of n have a float32 and a probability for
     each of ``num_heads c n`` scores and two masks for each of ``num_kv_heads c n``; such a chunk is the smallest one at
     the whole length, or any that stays below the bound on scores.
     """
     config, item, chunks = demand.config, demand.dtype.itemsize, demand.prefill_chunks
     streams = chunks[-1] * 4 * config.hidden_size * item
     inner = chunks[-1] * 3 * config.intermediate_size * item
-    if item == 2 and demand.mode is not Mode.RANDOM:
+    if item == 2:
         rows = chunks[-1] * config.num_kv_heads
         selecting = min(SCORE_BYTES, 2 * 4 * rows * demand.max_blocks) + 4 * chunks[-1] * config.num_heads
         needed = streams + max(inner, selecting) + rows * demand.max_blocks // 8

@@ -16,7 +16,15 @@ from sparda_jax.model import Decoder, rope_tables
 from sparda_jax.pallas_kernels.block_selection import block_mask, select_blocks
 from sparda_jax.pallas_kernels.sparse_attention import list_attention, masked_attention
 from sparda_jax.prefill import Choose, Chunk, by_bits, count_bits
-from sparda_jax.selection import Mode, QueryContext, block_scores, channel_importance, group_heads, scored_with
+from sparda_jax.selection import (
+    Mode,
+    QueryContext,
+    block_scores,
+    channel_importance,
+    group_heads,
+    random_scores,
+    scored_with,
+)
 
 Skew = tuple[Float[Array, "kv_heads head_dim head_dim"], ...]
 _Ids = Int[Array, "batch kv_heads q_len selected"]
@@ -113,7 +121,7 @@ def forward(
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
     sparse = jnp.ones_like(sparse) if mode is Mode.INFINIGEN else sparse
     chunk = None
-    if tokens.shape[1] > 1 and by_bits(mode, backends):
+    if tokens.shape[1] > 1 and by_bits(backends):
         chunk = Chunk(
             start=cache.lengths,
             num_new=num_new,
@@ -222,9 +230,15 @@ def _select(step: _Step, query: QueryContext, cache: LayerCache) -> _Ids:
 def _select_bits(
     step: _Step, chunk: Chunk, query: QueryContext, cache: LayerCache
 ) -> UInt32[Array, "batch kv_heads q_len words"]:
+    blocks = cache.k.shape[2] // step.config.sparse.block_size
     if step.mode is Mode.STREAMING_LLM:
-        blocks = cache.k.shape[2] // step.config.sparse.block_size
         return chunk.newest(step.query_block, blocks, step.config.num_kv_heads)
+    if step.mode is Mode.RANDOM:
+        return chunk.best(
+            lambda positions: random_scores(step.config, query.layer_index, positions, blocks),
+            q_len=step.positions.shape[1],
+            row_bytes=4 * step.positions.shape[0] * step.config.num_kv_heads * blocks,
+        )
     return chunk.select(*scored_with(step.mode, step.config, query), cache)
 
 

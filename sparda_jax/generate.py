@@ -33,9 +33,9 @@ PREFILL_CHUNKS = {"cpu": (128,), "gpu": (256, 1024, 4096)}
 MAX_CHUNK_BYTES = 2 << 30
 
 
-def token_bytes(config: ModelConfig, mode: Mode, itemsize: int, capacity: int) -> int:
+def token_bytes(config: ModelConfig, itemsize: int, capacity: int) -> int:
     """Temporary bytes of a token in a prefill chunk over a cache, as far as they decide how long it may be."""
-    if by_bits(mode, Backends()):
+    if by_bits(Backends()):
         return 3 * config.intermediate_size * itemsize
     return 4 * config.num_heads * capacity
 
@@ -178,7 +178,7 @@ class Runner:
 
     def chunk_for(self, batch: int, remaining: int, capacity: int) -> int:
         """Tokens of the next prefill chunk: the smallest bucket that holds the rest, as far as memory allows."""
-        row_bytes = batch * token_bytes(self.config, self.mode, self.dtype.itemsize, capacity)
+        row_bytes = batch * token_bytes(self.config, self.dtype.itemsize, capacity)
         chunks = self.prefill_chunks
         fitting = [c for c in chunks if c * row_bytes <= MAX_CHUNK_BYTES] or [chunks[0]]
         return next((c for c in fitting if c >= remaining), fitting[-1])

@@ -14,9 +14,15 @@ from sparda_jax.cache import LayerCache
 from sparda_jax.config import SparseConfig
 from sparda_jax.decode_plan import Backends
 from sparda_jax.pallas_kernels.backend import Backend, choose_backend
-from sparda_jax.pallas_kernels.block_selection import Scorer, bits_to_ids, mask_to_bits, select_blocks_prefill
+from sparda_jax.pallas_kernels.block_selection import (
+    Scorer,
+    bits_to_ids,
+    choose_blocks,
+    mask_to_bits,
+    select_blocks_prefill,
+)
+from sparda_jax.pallas_kernels.block_selection.prefill import SCORE_BYTES
 from sparda_jax.pallas_kernels.block_sparse_attention import block_sparse_attention_prefill
-from sparda_jax.selection import Mode
 
 Choose = Callable[
     [Int[Array, "batch q_len"], UInt32[Array, "batch kv_heads q_len words"]],
@@ -25,10 +31,9 @@ Choose = Callable[
 """For benchmarks: what is attended to in place of a selection, from the tokens' positions and the selection."""
 
 
-def by_bits(mode: Mode, backends: Backends) -> bool:
-    """Whether chunks are computed so: where attention has a kernel; the control `random` keeps its plain scores."""
-    chosen = choose_backend(backends.block_sparse_attention, "block_sparse_attention")
-    return mode is not Mode.RANDOM and chosen is not Backend.REFERENCE
+def by_bits(backends: Backends) -> bool:
+    """Whether chunks are computed so: where attention has a kernel."""
+    return choose_backend(backends.block_sparse_attention, "block_sparse_attention") is not Backend.REFERENCE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,40 @@ class Chunk:
         mask &= jnp.arange(query_block.shape[1])[:, None] < self.num_new[:, None, None]
         bits = mask_to_bits(mask)
         return jnp.broadcast_to(bits[:, None], (bits.shape[0], kv_heads, *bits.shape[1:]))
+
+    def best(
+        self,
+        scores: Callable[[Int[Array, "batch rows"]], Float[Array, "batch kv_heads rows blocks"]],
+        *,
+        q_len: int,
+        row_bytes: int,
+    ) -> UInt32[Array, "batch kv_heads q_len words"]:
+        """The blocks of every token by scores that need no keys.
+
+        Args:
+            scores: of the tokens at these positions, float32.
+            q_len: tokens of the chunk, padding included.
+            row_bytes: of one token's scores in all sequences; they are made for a part of the chunk at a time.
+        """
+        token = jnp.arange(q_len)
+        positions = self.start[:, None] + token
+        own = jnp.where(token < self.num_new[:, None], positions // self.config.block_size, -1)
+
+        def part(rows: slice) -> UInt32[Array, "batch kv_heads rows words"]:
+            found = scores(positions[:, rows])
+            past = jnp.arange(found.shape[3]) <= own[:, None, rows, None]
+            return choose_blocks(
+                jnp.where(past, found, -jnp.inf),
+                jnp.zeros_like(own[:, rows]),
+                own[:, rows],
+                init_blocks=self.config.init_blocks,
+                local_blocks=self.config.local_blocks,
+                num_selected=self.config.num_selected_blocks,
+                backend=self.backends.block_selection,
+            )
+
+        step = max(1, SCORE_BYTES // row_bytes)
+        return jnp.concatenate([part(slice(first, first + step)) for first in range(0, q_len, step)], axis=2)
 
     def attend(
         self,

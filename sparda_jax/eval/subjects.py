@@ -8,18 +8,16 @@ import numpy as np
 
 from sparda_jax.assets import CALIBRATION_TEXT
 from sparda_jax.config import ConfigError
-from sparda_jax.decode_plan import Backends
 from sparda_jax.eval.prompting import Prompt
 from sparda_jax.generate import Runner
 from sparda_jax.in_flight import Lanes
 from sparda_jax.model import Decoder
-from sparda_jax.prefill import by_bits
 from sparda_jax.sampling import SamplingParams
 from sparda_jax.selection import Mode
 from sparda_jax.tokenizer import Tokenizer
 
-# Of a prefill chunk on a GPU, so that there is one program for all lengths; plain scores (`random`) take more memory.
-_GPU_CHUNK, _GPU_PLAIN_CHUNK = 2048, 256
+# Of a prefill chunk on a GPU, so that there is one program for all lengths.
+_GPU_CHUNK = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Checkpoint:
         kind = _OneCapacity if on_gpu else Runner
         self.runner = kind(model, mode=mode, max_model_len=max_model_len, calibration=calibration)
         if on_gpu:
-            self.runner.prefill_chunks = (_GPU_CHUNK if by_bits(mode, Backends()) else _GPU_PLAIN_CHUNK,)
+            self.runner.prefill_chunks = (_GPU_CHUNK,)
         self._tokenizer, self._batch = tokenizer, batch
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:

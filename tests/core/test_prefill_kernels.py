@@ -10,8 +10,10 @@ import pytest
 
 from sparda_jax.decode_plan import Backends
 from sparda_jax.pallas_kernels.backend import H200
-from sparda_jax.prefill import by_bits
-from sparda_jax.selection import Mode
+from sparda_jax.pallas_kernels.block_selection import bits_to_ids
+from sparda_jax.pallas_kernels.block_selection.prefill import SCORE_BYTES
+from sparda_jax.prefill import Chunk, by_bits
+from sparda_jax.selection import Mode, random_scores
 from tests.core.support import CHUNK_WIDTH, LAYERS, Output, Session, assert_same, join, tokens, toy, whole
 
 # Starts and ends on and off the boundaries of windows and blocks; a lane that rests, and one that ends early.
@@ -40,7 +42,7 @@ def prefilled(
     return [join(lane) for lane in zip(*outputs, strict=True)]
 
 
-_SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in (Mode.SPARSE, Mode.STREAMING_LLM)]
+_SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in (Mode.SPARSE, Mode.STREAMING_LLM, Mode.RANDOM)]
 
 
 @pytest.mark.parametrize("mode", [*_SLOW_MODES, Mode.SPARDA])
@@ -94,10 +96,25 @@ def assert_nearly_same(all_found: list[Output], all_expected: list[Output]) -> N
         assert np.abs(found.logits - expected.logits).mean() < 0.02
 
 
-def test_the_control_keeps_its_plain_scores() -> None:
-    assert not by_bits(Mode.RANDOM, FLOAT32)
-    assert by_bits(Mode.SPARDA, FLOAT32)
-    assert not by_bits(Mode.SPARDA, Backends())
+def test_chunks_are_computed_so_where_attention_has_a_kernel() -> None:
+    assert by_bits(FLOAT32)
+    assert not by_bits(Backends())
     with jax.sharding.use_abstract_mesh(H200):
-        assert by_bits(Mode.SPARDA, Backends())
-        assert not by_bits(Mode.RANDOM, Backends())
+        assert by_bits(Backends())
+
+
+def test_blocks_by_scores_without_keys_are_the_plain_ones() -> None:
+    """In parts of 64 tokens, which is not how the plain ones are made; a lane of three tokens, and NaN nowhere."""
+    config = toy().decoder.config
+    num_new, row_bytes = jnp.asarray([700, 3]), SCORE_BYTES // 64
+    chunk = Chunk(
+        start=jnp.zeros(2, jnp.int32), num_new=num_new, sparse=jnp.ones(2, bool), config=config.sparse, backends=PLAIN
+    )
+    for layer in range(LAYERS):
+        bits = chunk.best(lambda p, n=layer: random_scores(config, n, p, 16), q_len=700, row_bytes=row_bytes)
+        found = np.asarray(bits_to_ids(bits, 6))
+        expected = whole(Mode.RANDOM, 700).selected[layer]
+        assert expected is not None
+        np.testing.assert_array_equal(found[0], expected[:, :700])
+        np.testing.assert_array_equal(found[1, :, :3], expected[:, :3])
+        assert (found[1, :, 3:] == -1).all()

@@ -26,7 +26,7 @@ CHUNK, LENGTH = 4096, 131072
 
 
 @pytest.mark.parametrize(
-    "mode", [Mode.SPARDA, *(pytest.param(m, marks=pytest.mark.slow) for m in (Mode.SPARSE, Mode.DENSE))]
+    "mode", [Mode.SPARDA, *(pytest.param(m, marks=pytest.mark.slow) for m in (Mode.SPARSE, Mode.RANDOM, Mode.DENSE))]
 )
 def test_a_long_chunk_takes_little_memory(mode: Mode) -> None:
     has_forecast = mode.needs_forecast
